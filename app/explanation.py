@@ -142,7 +142,7 @@ def render(
             "attention": _shares(attention[:, :, row], question.events, is_alone=len(explained) == 1),
         }
         yield (b"," if row else b"") + _json(candidate)
-    yield b"]" + replies.tail_of(ranked, options, timings_ms)
+    yield b"]" + replies.tail_of(ranked, checked, timings_ms)
 
 
 def _changes(own: Numbers, rest: Sequence[Numbers], row: int) -> dict[str, Any]:

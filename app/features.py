@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
 from app.schema import ContextRequest, Items, RankRequest, RecommendRequest, UserRequest, count_of
-from app.vocabulary import Vocabulary, warnings_of
+from app.vocabulary import Vocabulary
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 from weights.text_ids import MAX_TEXT_BYTES, IdKind, is_text_id, text_ids
@@ -47,8 +47,8 @@ class ReplyOptions:
     """How a request wants its reply.
 
     `weights`: float64 `[A]`, or `[A + Z]`. `actions`: columns of the actions in the reply, None for all. `has_offset`: whether scores are
-    lifted above 0 as `model.ranking.offset` says. `warnings`: sentences for the reply. `temperature`: of the draw of the ranks, None to
-    rank by score. `name`: what the ranking is called, as the reply tells it; the draw depends on it.
+    lifted above 0 as `model.ranking.offset` says. `temperature`: of the draw of the ranks, None to rank by score. `name`: what the ranking
+    is called; the draw depends on it.
     """
 
     weights: NDArray[np.float64]
@@ -57,7 +57,6 @@ class ReplyOptions:
     has_offset: bool = False
     request_id: str | None = None
     reply: Literal["objects", "columns"] = "objects"
-    warnings: Sequence[str] = ()
     temperature: float | None = None
     name: str = ""
 
@@ -79,18 +78,25 @@ class CheckedRequest:
     options: ReplyOptions
     endpoint: str = "/rank"
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the reply warns of."""
+        weights = self.options.weights
+        return [] if weights.any() else [self.vocabulary.warning_of_zeros(weights)]
 
-def check(request: RankRequest, vocabulary: Vocabulary, config: ModelConfig) -> CheckedRequest:
+
+def check(request: RankRequest, vocabulary: Vocabulary, config: ModelConfig, name: str = "") -> CheckedRequest:
     """Check a decoded request against the checkpoint with this vocabulary and configuration. Raises InvalidRequest.
 
-    Values that the checkpoint has no input for are checked and do no harm.
+    `name`: what the ranking is called where the request has no `request_id`. Values that the checkpoint has no input for are checked and
+    do no harm.
     """
     context = context_of(request, vocabulary, config) if request.context is UNSET else request.context
     posts = _Posts("candidates", request.candidates)
     created_at = posts.times("created_at")
     post_ids, author_ids = posts.ids("post_id", vocabulary.ids), posts.ids("author_id", vocabulary.ids)
     surfaces, codes, sent_ids = posts.surfaces(vocabulary), posts.codes(vocabulary), posts.column("post_id")
-    options = options_of(request, vocabulary)
+    options = options_of(request, vocabulary, name)
     ages = age_bucket(request.impression_ts, created_at, config)
     candidates = Candidates(post_ids, author_ids, surfaces, ages, codes=codes)
     return CheckedRequest(vocabulary, context, candidates, sent_ids, created_at, request.impression_ts, options)
@@ -126,18 +132,19 @@ def sent_history_ids(request: UserRequest) -> list[int | str]:
     return [] if request.history is UNSET else _Posts("history", request.history).column("post_id")
 
 
-def options_of(request: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> ReplyOptions:
-    """Return how the request wants its reply. Raises InvalidRequest."""
-    weights, actions = _weights(request.weights, vocabulary), request.actions_wanted
+def options_of(request: RankRequest | RecommendRequest, vocabulary: Vocabulary, name: str = "") -> ReplyOptions:
+    """Return how the request wants its reply; `name` as in `check`. Raises InvalidRequest."""
+    actions = request.actions_wanted
+    request_id = None if request.request_id is UNSET else request.request_id
     return ReplyOptions(
-        weights=weights,
+        weights=_weights(request.weights, vocabulary),
         top_k=None if request.top_k is UNSET else request.top_k,
         actions=None if actions is UNSET else columns_of(actions, vocabulary.index, "actions_wanted"),
         has_offset=request.score == "offset",
-        request_id=None if request.request_id is UNSET else request.request_id,
+        request_id=request_id,
         reply=request.reply if isinstance(request, RankRequest) else "objects",
-        warnings=warnings_of(weights, vocabulary),
         temperature=None if request.explore is UNSET else request.explore.temperature,
+        name=request_id or name,
     )
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.telemetry.metrics import Metrics
+from app.vocabulary import Vocabulary
 from model.engine import CacheResult, EngineInfo
 from model.inputs import Candidates, Context, Scores
 from model.retrieval.inputs import Mark, PostChange, Query, Retrieved
@@ -23,12 +25,17 @@ from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False)
 class ServedModel:
     """One model version that this process serves, compared by identity: loading the same checkpoint again makes another one."""
 
     manifest: Manifest
     engine: EngineInfo
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What requests may name of it."""
+        return Vocabulary.of(self.manifest)
 
 
 class Ranked(msgspec.Struct, frozen=True, eq=False):
@@ -50,7 +57,7 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
     context: Context | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False)
 class ServedCorpus:
     """One retrieval checkpoint with one corpus, as they are served, compared by identity.
 
@@ -62,6 +69,11 @@ class ServedCorpus:
     hidden: int
     duplicates: int
     notes: dict[str, Any]
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What requests may name of its retrieval checkpoint."""
+        return Vocabulary.of(self.manifest)
 
 
 class SearchResult(msgspec.Struct, frozen=True, eq=False):

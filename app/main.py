@@ -32,7 +32,6 @@ from app.shares import Shares
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import RequestTracer, create_tracer
-from app.vocabulary import Vocabularies
 
 log = structlog.get_logger("app.main")
 DESCRIPTION = (
@@ -160,7 +159,6 @@ def _application(
         bodies=bodies,
         batches=Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key),
         explanations=explain.Explanations(),
-        vocabularies=Vocabularies(),
         about=operations.of_settings(settings),
         scrapes=operations.Scrapes(ranker.exposition),
         served=served,

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from app.features import CheckedRequest, ReplyOptions
+from app.features import CheckedRequest
 from app.interface import Ranked, ServedModel
 from app.telemetry.exchange import Exchange
 from app.vocabulary import Vocabulary
@@ -102,7 +102,7 @@ def rank_reply(checked: CheckedRequest, ranked: Ranked, timings_ms: Mapping[str,
     rows, vocabulary = rows_of(checked, ranked.scores, placement), checked.vocabulary
     write = columns if checked.options.reply == "columns" else objects
     head = head_of(names_of(checked), model=vocabulary.model)
-    return head + write(rows, vocabulary) + tail_of(ranked, checked.options, timings_ms), placement
+    return head + write(rows, vocabulary) + tail_of(ranked, checked, timings_ms), placement
 
 
 def context_reply(
@@ -117,11 +117,11 @@ def head_of(names: Sequence[str], **before: Any) -> bytes:
     return b'%b,"candidates":' % orjson.dumps({**before, "actions": names})[:-1]
 
 
-def tail_of(ranked: Ranked, options: ReplyOptions, timings_ms: Mapping[str, float], **before: Any) -> bytes:
+def tail_of(ranked: Ranked, checked: CheckedRequest, timings_ms: Mapping[str, float], **before: Any) -> bytes:
     """Return the end of a reply, from the comma behind its candidates. The fields in `before` come first."""
-    end = {**before, **_end_of(ranked, options.request_id, timings_ms)}
-    if options.warnings:
-        end["warnings"] = options.warnings
+    end = {**before, **_end_of(ranked, checked.options.request_id, timings_ms)}
+    if warnings := checked.warnings:
+        end["warnings"] = warnings
     return b"," + orjson.dumps(end)[1:]
 
 

@@ -26,7 +26,7 @@ from app.features import NO_MASK, NO_SURFACE, CheckedRequest, ReplyOptions, bits
 from app.interface import Ranked
 from app.replies import Placement, names_of, rows_of
 from app.schema import NO_USER, TWO_USERS, InferParameters, InferRequest, InputTensor, WantedOutput
-from app.vocabulary import Vocabulary, warnings_of
+from app.vocabulary import Vocabulary
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 from weights.format.manifest import Manifest
@@ -220,8 +220,13 @@ def _chosen_outputs(outputs: Sequence[WantedOutput], possible: Sequence[str], *,
     return chosen or dict.fromkeys(possible, is_binary)
 
 
-def check(request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, endpoint: str) -> CheckedRequest:
-    """Check a request against the checkpoint with this vocabulary and configuration. Raises InvalidRequest."""
+def check(
+    request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, endpoint: str, name: str = ""
+) -> CheckedRequest:
+    """Check a request against the checkpoint with this vocabulary and configuration. Raises InvalidRequest.
+
+    `endpoint`: the route that it came by. `name`: what the ranking is called where the request has no id.
+    """
     parameters, reader = request.parameters, _Reader(request, vocabulary)
     count, posts = request.candidates, reader.array("candidates.post_id", request.candidates)
     created_at = reader.array("candidates.created_at", count)
@@ -232,7 +237,7 @@ def check(request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, e
         age_buckets=age_bucket(parameters.impression_ts, created_at, config),
         codes=reader.codes("candidates.codes", count),
     )
-    options = _options(request, reader)
+    options = _options(request, reader, name)
     return CheckedRequest(
         vocabulary,
         parameters.context or _context(request, reader, config),
@@ -261,7 +266,7 @@ def _context(request: TensorRequest, reader: _Reader, config: ModelConfig) -> Co
     return whole.rows(np.arange(first, count), dropped=first) if first else whole  # a view would keep the whole history
 
 
-def _options(request: TensorRequest, reader: _Reader) -> ReplyOptions:
+def _options(request: TensorRequest, reader: _Reader, name: str) -> ReplyOptions:
     parameters, vocabulary = request.parameters, reader.vocabulary
     if "weights" in request.inputs:
         weights = reader.by_action("weights")
@@ -274,8 +279,8 @@ def _options(request: TensorRequest, reader: _Reader) -> ReplyOptions:
         actions=None if actions is None else reader.columns("actions_wanted", actions),
         has_offset=parameters.score == "offset",
         request_id=request.request_id,
-        warnings=warnings_of(weights, vocabulary),
         temperature=parameters.explore_temperature,
+        name=request.request_id or name,
     )
 
 
@@ -445,8 +450,8 @@ def render(
     }
     if ranked.handle:
         parameters["context"] = ranked.handle
-    if checked.options.warnings:
-        parameters["warnings"] = " ".join(checked.options.warnings)
+    if warnings := checked.warnings:
+        parameters["warnings"] = " ".join(warnings)
     head = {
         "model_name": vocabulary.model["name"],
         "model_version": vocabulary.model["version"],

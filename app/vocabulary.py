@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import structlog
@@ -17,13 +17,11 @@ log = structlog.get_logger("app.vocabulary")
 
 NO_WEIGHTS = "All weights in force are 0, so all scores are equal and the ranks mean nothing."
 NO_WEIGHTS_KEPT = f"{NO_WEIGHTS} The checkpoint has none: send weights, or give it some with `phoenix-ranker relabel --score-weights`."
-MOST_VOCABULARIES = 4
-"""Vocabularies that are kept: of a ranker and towers, and of those that they replaced."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Vocabulary:
-    """What one checkpoint knows.
+    """What one checkpoint knows. Made once for each served model; nothing in it changes.
 
     `index`: action names, and decimal strings, to columns. `ids`: what callers name users, posts and authors by. `weights`: of the
     checkpoint, float64 `[A]`. `sets`: published weights by name, float64 `[A]`, or `[A + Z]` where they weigh continuous outputs too.
@@ -43,6 +41,7 @@ class Vocabulary:
     digest: str
     continuous_names: tuple[str, ...]
     scales: NDArray[np.float32]
+    _has_warned: bool = field(default=False, init=False)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Vocabulary:
@@ -66,6 +65,16 @@ class Vocabulary:
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
         )
 
+    def warning_of_zeros(self, weights: NDArray[np.float64]) -> str:
+        """Return what a reply says of weights that are all 0, `[A]` or `[A + Z]`. Where they are the checkpoint's own, the log says so too,
+        once."""
+        if weights is not self.weights:
+            return NO_WEIGHTS
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("scores_mean_nothing", detail=NO_WEIGHTS_KEPT, **self.model)
+        return NO_WEIGHTS_KEPT
+
 
 def _published(name: str, manifest: Manifest) -> NDArray[np.float64]:
     """The weights of this set for a checkpoint's actions and continuous outputs; its weights for others are left out."""
@@ -73,33 +82,3 @@ def _published(name: str, manifest: Manifest) -> NDArray[np.float64]:
     actions = [weights.get(action, 0.0) for action in manifest.action_names]
     outputs = continuous_weights(name, manifest.continuous)
     return np.array([*actions, *outputs] if any(outputs) else actions)
-
-
-class Vocabularies:
-    """The vocabularies of the manifests used last, by identity."""
-
-    def __init__(self) -> None:
-        self._last: list[tuple[Manifest, Vocabulary]] = []
-        self._warned: list[Vocabulary] = []
-
-    def of(self, manifest: Manifest) -> Vocabulary:
-        """Return the vocabulary of this checkpoint, made once."""
-        for described, vocabulary in self._last:
-            if described is manifest:
-                return vocabulary
-        vocabulary = Vocabulary.of(manifest)
-        self._last = [(manifest, vocabulary), *self._last[: MOST_VOCABULARIES - 1]]
-        return vocabulary
-
-    def log_once(self, vocabulary: Vocabulary, warnings: Sequence[str]) -> None:
-        """Log once for each checkpoint that it has no weights, where a reply says so."""
-        if NO_WEIGHTS_KEPT in warnings and not any(vocabulary is other for other in self._warned):
-            self._warned = [vocabulary, *self._warned[: MOST_VOCABULARIES - 1]]
-            log.warning("scores_mean_nothing", detail=NO_WEIGHTS_KEPT, **vocabulary.model)
-
-
-def warnings_of(weights: NDArray[np.floating], vocabulary: Vocabulary) -> list[str]:
-    """Return what a reply should warn of: weights `[A]` or `[A + Z]` that are all 0."""
-    if weights.any():
-        return []
-    return [NO_WEIGHTS_KEPT if weights is vocabulary.weights else NO_WEIGHTS]

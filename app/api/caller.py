@@ -10,10 +10,11 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import structlog
 from fastapi import Depends
+from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
@@ -28,14 +29,12 @@ from app.errors import (
     UnsupportedCoding,
     UnsupportedMediaType,
 )
-from app.features import CheckedRequest
 from app.interface import PlaceRequest
 from app.settings import Auth, SettingsProblem
 from app.shares import Shares
 from app.telemetry.exchange import Exchange
-from model.inputs import Context
+from model.config import ModelConfig
 
-T = TypeVar("T")
 Headers = Mapping[bytes, bytes]
 
 JSON, BINARY = b"application/json", b"application/octet-stream"
@@ -148,19 +147,17 @@ class CallerInfo:
         """Return this caller's request for a place in the queue, for so many candidates and history events."""
         return PlaceRequest(candidates, history, self.deadline, self.key, self.leaves_at)
 
-    def note_checked(self, checked: CheckedRequest) -> None:
-        """Name the ranking, and note what `note` does and what is odd about the weights."""
-        options = checked.options
-        self.note(checked.context, options.request_id)
-        options.name = options.request_id or self.exchange.request_id
-        if options.warnings:
-            self.state.vocabularies.log_once(checked.vocabulary, options.warnings)
-
-    def note(self, context: Context | str, request_id: str | None) -> None:
-        """Take the name that the body gives the request, and count a history that did not fit."""
-        if request_id is not None and not self.exchange.is_named_by_caller:
-            self.exchange.request_id = request_id
-        if not isinstance(context, str) and context.dropped:
+    def note(
+        self, request_id: str | UnsetType | None, config: ModelConfig, *, candidates: int = 0, history: int = 0
+    ) -> None:
+        """Note the name and the sizes of a decoded request, and count a history that is longer than what a model of this configuration
+        reads."""
+        exchange = self.exchange
+        exchange.candidates += candidates
+        exchange.history += history
+        if isinstance(request_id, str) and not exchange.is_named_by_caller:
+            exchange.request_id = request_id
+        if history > config.history_length:
             self.state.ranker.metrics.history_truncated.inc()
 
 
@@ -261,26 +258,6 @@ async def check_waits(scope: Scope) -> None:
     if about and about["has_closed"]():
         about["probe"]()
         await asyncio.sleep(PROBE_WAIT_SECONDS)
-
-
-async def cancelled_with(request: Request, work: Awaitable[T]) -> T:
-    """What `work` returns; it is cancelled when the client disconnects. The body must have been read. Raises CallerGone."""
-    if CANCELS in request.scope.get("extensions", ()):
-        return await work
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request.receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise CallerGone
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def check_type(headers: Headers, types: Collection[bytes]) -> None:

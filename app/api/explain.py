@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema
-from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.caller import Caller, CallerInfo
 from app.api.in_flight import InFlight
 from app.api.rank import JSON
 from app.api.route import Route
@@ -87,7 +87,7 @@ async def check_room(request: Request) -> None:
     response_class=Response,
     responses=schema.reply_of(ExplainReply, "Why candidates rank where they do.") | PROBLEMS,
 )
-async def explain(request: Request, caller: Caller) -> Response:
+async def explain(caller: Caller) -> Response:
     """Explain why candidates rank where they do: how the result changes without each history item, and what the model attends to.
 
     Each item costs a ranking of its own, so this can take hundreds of times as long as `/rank`. Only one call runs at a time. Each API key
@@ -103,7 +103,7 @@ async def explain(request: Request, caller: Caller) -> Response:
             caller = replace(caller, deadline=deadline, leaves_at=math.inf)  # what is computed last would be late
             question = await _question(caller, model)
         explaining = Explaining(caller, model, question)
-        ranked, without, attention = await cancelled_with(request, explaining.run())
+        ranked, without, attention = await explaining.run()
         started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
         written: list[bytes] = []
         for piece in render(question, ranked, without, attention, timings):
@@ -116,20 +116,16 @@ async def explain(request: Request, caller: Caller) -> Response:
 async def _question(caller: CallerInfo, model: ServedModel) -> Question:
     """Read and check a request of a caller whose deadline is set. Raises MalformedJson, TooLarge, InvalidRequest, or what
     `RankingService.context` raises."""
-    state = caller.state
-    vocabulary = state.vocabularies.of(model.manifest)
+    state, vocabulary, config = caller.state, model.vocabulary, model.manifest.config
     request = schema.read(EXPLAIN, caller.body, state.settings.limits, vocabulary.index)
     if len(request.explain) > MAX_EXPLAINED:
         raise TooLarge(f"explain: {len(request.explain)} items, but at most {MAX_EXPLAINED} are allowed.")
-    exchange, sizes = caller.exchange, request.sizes()
-    exchange.candidates, exchange.history = sizes["candidates"], sizes["history"]
+    caller.note(request.request_id, config, **request.sizes())
     cached = None
     if request.context is not UNSET:
         assert caller.deadline is not None
         cached = await state.ranker.context(model, request.context, caller.key, caller.deadline)
-    question = Question.of(request, cached, vocabulary, model.manifest.config)
-    caller.note(question.context, question.checked.options.request_id)
-    return question
+    return Question.of(request, cached, vocabulary, config)
 
 
 @dataclass(slots=True)

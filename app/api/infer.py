@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema, tensors
-from app.api.caller import CallerInfo, TensorCaller, cancelled_with
+from app.api.caller import CallerInfo, TensorCaller
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
 from app.api.rank import JSON, timings_of
 from app.api.route import Route
@@ -165,17 +165,17 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
         tensor_request = tensors.read(caller.body, request.headers.get(LENGTH_HEADER), state.settings.limits)
         if tensor_request.model_name not in (None, model.manifest.name):
             raise InvalidRequest("model_name", "must be the name in the path, or left out")
-    exchange.candidates, exchange.history = tensor_request.candidates, tensor_request.history
     caller = _in_time(caller, tensor_request.timeout_seconds)
-    place_request = caller.place_request(candidates=exchange.candidates, history=exchange.history)
+    sizes = {"candidates": tensor_request.candidates, "history": tensor_request.history}
+    caller.note(tensor_request.request_id, model.manifest.config, **sizes)
+    place_request = caller.place_request(**sizes)
     with state.ranker.admit(model, place_request) as job:
         with exchange.measured("parse"):
-            vocabulary = state.vocabularies.of(model.manifest)
-            checked = tensors.check(tensor_request, vocabulary, model.manifest.config, f"/v2{MODEL}/infer")
-            caller.note_checked(checked)
-        ranked = await cancelled_with(request, state.ranker.rank(job, checked.context, checked.candidates))
+            endpoint, name = f"/v2{MODEL}/infer", exchange.request_id
+            checked = tensors.check(tensor_request, model.vocabulary, model.manifest.config, endpoint, name)
+        ranked = await state.ranker.rank(job, checked.context, checked.candidates)
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
-    exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
+    exchange.scored.append((model.vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
         placement = replies.placement_of(checked, ranked.scores)
         text, binary = tensors.render(tensor_request, checked, ranked, placement, timings)

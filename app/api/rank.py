@@ -13,16 +13,15 @@ import orjson
 from fastapi import APIRouter
 from msgspec import UNSET
 from msgspec.json import Decoder
-from starlette.requests import Request
 from starlette.responses import Response
 
 from app import features, replies, schema
-from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.caller import Caller, CallerInfo
 from app.api.in_flight import InFlight
 from app.api.route import Route
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, service_error_of
 from app.features import CheckedRequest, ReplyOptions
-from app.interface import Job, Ranked, ServedModel
+from app.interface import Job, PlaceRequest, Ranked, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
 from model.engine import CacheResult
@@ -40,9 +39,9 @@ router = APIRouter(tags=["ranking"], route_class=Route)
 @router.post(
     "/rank", operation_id="rank", openapi_extra=schema.body_of(RankRequest), response_class=Response, responses=RANKED
 )
-async def rank(request: Request, caller: Caller) -> Response:
+async def rank(caller: Caller) -> Response:
     """Rank one user's candidates. Each is scored as if it were alone: its numbers depend only on the user, the history and itself."""
-    return await _rank(request, caller)
+    return await _rank(caller)
 
 
 @router.post(
@@ -52,7 +51,7 @@ async def rank(request: Request, caller: Caller) -> Response:
     response_class=Response,
     responses=schema.reply_of(BatchReply, "One entry for each request, in order.") | PROBLEMS,
 )
-async def rank_batch(request: Request, caller: Caller) -> Response:
+async def rank_batch(caller: Caller) -> Response:
     """Rank several requests in one call. The status is 200 even if some of them fail: those have an `error`, the others their scores."""
     state, exchange = caller.state, caller.exchange
     exchange.is_named_by_caller = True  # so that no request of the batch names the call
@@ -60,7 +59,7 @@ async def rank_batch(request: Request, caller: Caller) -> Response:
         items, is_bare = schema.split_batch(caller.body, state.settings.limits.max_batch_requests)
     exchange.requests = len(items)
     with BatchCall(caller) as batch:
-        results = await cancelled_with(request, batch.results(items))
+        results = await batch.results(items)
     ranked = [result for result in results if isinstance(result, Result)]
     model = ranked[-1].model if ranked else state.ranker.model()
     cache = "hit" if ranked and all(result.cache == "hit" for result in ranked) else "miss"
@@ -78,9 +77,9 @@ async def rank_batch(request: Request, caller: Caller) -> Response:
     response_class=Response,
     responses=RANKED,
 )
-async def rank_with(request: Request, caller: Caller, name: str) -> Response:
+async def rank_with(caller: Caller, name: str) -> Response:
     """Rank only with the checkpoint of this `name` or `name@version`; 404 if another one serves."""
-    return await _rank(request, caller, name)
+    return await _rank(caller, name)
 
 
 @router.post(
@@ -90,36 +89,35 @@ async def rank_with(request: Request, caller: Caller, name: str) -> Response:
     response_class=Response,
     responses=schema.reply_of(ContextReply, "The handle of the context.") | PROBLEMS,
 )
-async def context(request: Request, caller: Caller) -> Response:
+async def context(caller: Caller) -> Response:
     """Compute the context of a user and a history in advance. Later requests can name it by its handle, as long as it stays in the cache
     (see 412)."""
     state, exchange = caller.state, caller.exchange
     model = state.ranker.model()
-    vocabulary = state.vocabularies.of(model.manifest)
+    vocabulary, config = model.vocabulary, model.manifest.config
     with exchange.measured("parse"):
         context_request = schema.read(CONTEXT, caller.body, state.settings.limits, vocabulary.index)
-    exchange.history = schema.count_of(context_request.history)
+    request_id = None if context_request.request_id is UNSET else context_request.request_id
+    caller.note(request_id, config, history=schema.count_of(context_request.history))
     with state.ranker.admit(model, caller.place_request(candidates=0, history=exchange.history)) as job:
         with exchange.measured("parse"):
-            user = features.context_of(context_request, vocabulary, model.manifest.config)
-            request_id = None if context_request.request_id is UNSET else context_request.request_id
-            caller.note(user, request_id)
+            user = features.context_of(context_request, vocabulary, config)
         del context_request  # as in `_rank`
-        ranked = await cancelled_with(request, state.ranker.rank(job, user, NO_CANDIDATES))
+        ranked = await state.ranker.rank(job, user, NO_CANDIDATES)
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     with exchange.measured("serialize"):
         body = replies.context_reply(ranked, request_id, vocabulary, timings)
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
-async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Response:
+async def _rank(caller: CallerInfo, name: str = "") -> Response:
     ranker, exchange = caller.state.ranker, caller.exchange
     model = ranker.model(name)
-    rank_request = _read(caller, model, caller.body)
-    with ranker.admit(model, caller.place_request(**rank_request.sizes())) as job:
-        checked = _check(caller, model, rank_request)
+    rank_request, place_request = _read(caller, model, caller.body)
+    with ranker.admit(model, place_request) as job:
+        checked = _check(exchange, model, rank_request)
         del rank_request  # its objects take several times the memory of the arrays that wait
-        ranked = await cancelled_with(request, ranker.rank(job, checked.context, checked.candidates))
+        ranked = await ranker.rank(job, checked.context, checked.candidates)
     body = _reply(caller, checked, ranked, exchange.stages["parse"])
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
@@ -127,24 +125,19 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
 # --- The steps of a ranking, which one request and those of a batch share --------------------------------------------------------------
 
 
-def _read(caller: CallerInfo, model: ServedModel, body: bytes) -> RankRequest:
-    """Decode a request, the caller's body or one of a batch, and note its size."""
-    state, exchange = caller.state, caller.exchange
-    with exchange.measured("parse"):
-        rank_request = schema.read(RANK, body, state.settings.limits, state.vocabularies.of(model.manifest).index)
-    sizes = rank_request.sizes()
-    exchange.candidates += sizes["candidates"]
-    exchange.history += sizes["history"]
-    return rank_request
-
-
-def _check(caller: CallerInfo, model: ServedModel, rank_request: RankRequest) -> CheckedRequest:
-    """Check a request against this checkpoint."""
+def _read(caller: CallerInfo, model: ServedModel, body: bytes) -> tuple[RankRequest, PlaceRequest]:
+    """Decode a request, the caller's body or one of a batch. Return it with its request for a place."""
     with caller.exchange.measured("parse"):
-        vocabulary = caller.state.vocabularies.of(model.manifest)
-        checked = features.check(rank_request, vocabulary, model.manifest.config)
-        caller.note_checked(checked)
-    return checked
+        rank_request = schema.read(RANK, body, caller.state.settings.limits, model.vocabulary.index)
+    sizes = rank_request.sizes()
+    caller.note(rank_request.request_id, model.manifest.config, **sizes)
+    return rank_request, caller.place_request(**sizes)
+
+
+def _check(exchange: Exchange, model: ServedModel, rank_request: RankRequest) -> CheckedRequest:
+    """Check a request against this checkpoint."""
+    with exchange.measured("parse"):
+        return features.check(rank_request, model.vocabulary, model.manifest.config, exchange.request_id)
 
 
 def _reply(caller: CallerInfo, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
@@ -226,11 +219,10 @@ class BatchCall:
         """Read, admit and check a request; the seconds are those that it was read and checked for."""
         caller, ranker = self._caller, self._state.ranker
         before = caller.exchange.stages["parse"]
-        rank_request = _read(caller, ranker.model(), item)
-        place_request = caller.place_request(**rank_request.sizes())
+        rank_request, place_request = _read(caller, ranker.model(), item)
         self._take(place_request.candidates)
         job = await self._in_flight.enter(places, ranker.model, place_request)
-        checked = _check(caller, job.model, rank_request)  # another model may serve by now
+        checked = _check(caller.exchange, job.model, rank_request)  # another model may serve by now
         checked.endpoint = "/rank/batch"
         self._name(checked.options, place)
         return checked, job, caller.exchange.stages["parse"] - before

@@ -11,11 +11,10 @@ from fastapi import APIRouter
 from msgspec import UNSET
 from msgspec.json import Decoder
 from numpy.typing import NDArray
-from starlette.requests import Request
 from starlette.responses import Response
 
 from app import features, replies, schema
-from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.caller import Caller, CallerInfo
 from app.api.rank import JSON, NO_CANDIDATES
 from app.api.route import Route
 from app.errors import (
@@ -56,19 +55,19 @@ router = APIRouter(tags=["retrieval"], route_class=Route)
     response_class=Response,
     responses=schema.reply_of(RetrieveReply, "The best posts.") | NO_CORPUS,
 )
-async def retrieve(request: Request, caller: Caller) -> Response:
+async def retrieve(caller: Caller) -> Response:
     """Find the best posts of the corpus for one user. A post's score depends only on the user, the history and the post."""
     state, exchange = caller.state, caller.exchange
     corpus = state.ranker.corpus
     served = corpus.served
-    vocabulary = state.vocabularies.of(served.manifest)
+    vocabulary, config, limits = served.vocabulary, served.manifest.config, state.settings.limits
     with exchange.measured("parse"):
-        retrieve_request = schema.read(RETRIEVE, caller.body, state.settings.limits, vocabulary.index)
-        query = _query(retrieve_request, _at_least(caller), vocabulary, served.manifest.config, state.settings.limits)
-        caller.note(query.context, _request_id(retrieve_request))
-    exchange.candidates, exchange.history = query.k, retrieve_request.sizes()["history"]
+        retrieve_request = schema.read(RETRIEVE, caller.body, limits, vocabulary.index)
+        k, history = _k(retrieve_request, limits), retrieve_request.sizes()["history"]
+        caller.note(retrieve_request.request_id, config, candidates=k, history=history)
+        query = _query(retrieve_request, k, _at_least(caller), vocabulary, config)
     search = SearchRequest(query, _deadline(caller), caller.key, caller.leaves_at)
-    search_result = await cancelled_with(request, corpus.search(served, search))
+    search_result = await corpus.search(served, search)
     _count(caller, search_result)
     with exchange.measured("serialize"):
         body = _reply(retrieve_request, search_result, served, replies.timings_of(exchange.stages))
@@ -82,7 +81,7 @@ async def retrieve(request: Request, caller: Caller) -> Response:
     response_class=Response,
     responses=schema.reply_of(RecommendReply, "The best posts, ranked.") | NO_CORPUS,
 )
-async def recommend(request: Request, caller: Caller) -> Response:
+async def recommend(caller: Caller) -> Response:
     """Find posts as `/retrieve` does and rank them as `/rank` does, in one call. The scores have the same bits as from the two calls."""
     state, exchange = caller.state, caller.exchange
     ranker = state.ranker
@@ -90,17 +89,16 @@ async def recommend(request: Request, caller: Caller) -> Response:
     if served.manifest.ids != model.manifest.ids:
         raise NoCorpus("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
     caller = replace(caller, deadline=_deadline(caller))  # one for both stages
-    vocabulary = state.vocabularies.of(model.manifest)
+    vocabulary, limits = model.vocabulary, state.settings.limits
     with exchange.measured("parse"):
-        recommend_request = schema.read(RECOMMEND, caller.body, state.settings.limits, vocabulary.index)
-    exchange.candidates = _k(recommend_request, state.settings.limits)
-    exchange.history = recommend_request.sizes()["history"]
+        recommend_request = schema.read(RECOMMEND, caller.body, limits, vocabulary.index)
+    k, history = _k(recommend_request, limits), recommend_request.sizes()["history"]
+    caller.note(recommend_request.request_id, model.manifest.config, candidates=k, history=history)
     # Before the search: a request that the ranker would refuse costs none, and one that is admitted ends even in a drain.
-    place_request = caller.place_request(candidates=exchange.candidates, history=exchange.history)
-    with ranker.admit(model, place_request) as job:
+    with ranker.admit(model, caller.place_request(candidates=k, history=history)) as job:
         with exchange.measured("parse"):
-            query, checked = _check(caller, recommend_request, model, served)
-        search_result, ranked = await cancelled_with(request, _search_and_rank(caller, job, served, query, checked))
+            query, checked = _check(caller, recommend_request, k, model, served)
+        search_result, ranked = await _search_and_rank(caller, job, served, query, checked)
     exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
         placement = replies.placement_of(checked, ranked.scores)
@@ -112,24 +110,27 @@ async def recommend(request: Request, caller: Caller) -> Response:
 
 
 def _check(
-    caller: CallerInfo, request: RecommendRequest, model: ServedModel, served: ServedCorpus
+    caller: CallerInfo, request: RecommendRequest, k: int, model: ServedModel, served: ServedCorpus
 ) -> tuple[Query, CheckedRequest]:
-    """Check a request against both checkpoints. What is to be ranked has no candidates yet. Raises InvalidRequest."""
-    state = caller.state
-    ranker, towers = model.manifest, served.manifest
-    vocabulary = state.vocabularies.of(ranker)
-    query = _query(request, _at_least(caller), state.vocabularies.of(towers), towers.config, state.settings.limits)
+    """Check a request for `k` posts against both checkpoints. What is to be ranked has no candidates yet. Raises InvalidRequest."""
+    ranker, towers, vocabulary = model.manifest, served.manifest, model.vocabulary
+    query = _query(request, k, _at_least(caller), served.vocabulary, towers.config)
     context: Context | str = query.handle
     if not query.handle:
         context = (
             query.context if _read_alike(ranker, towers) else features.context_of(request, vocabulary, ranker.config)
         )
-    options, impression_ts = features.options_of(request, vocabulary), request.impression_ts
-    checked = CheckedRequest(
-        vocabulary, context, NO_CANDIDATES, (), NO_CANDIDATES.surfaces, impression_ts, options, endpoint="/recommend"
+    options = features.options_of(request, vocabulary, caller.exchange.request_id)
+    return query, CheckedRequest(
+        vocabulary,
+        context,
+        NO_CANDIDATES,
+        (),
+        NO_CANDIDATES.surfaces,
+        request.impression_ts,
+        options,
+        endpoint="/recommend",
     )
-    caller.note_checked(checked)
-    return query, checked
 
 
 def _read_alike(ours: Manifest, theirs: Manifest) -> bool:
@@ -190,11 +191,9 @@ def _k(request: RetrieveRequest, limits: Limits) -> int:
     return k
 
 
-def _query(
-    request: RetrieveRequest, at_least: str, vocabulary: Vocabulary, config: ModelConfig, limits: Limits
-) -> Query:
-    """What the search is asked. Raises InvalidRequest, also where nothing is known of the user: then every post would score 0; TooLarge."""
-    k, context = _k(request, limits), features.context_of(request, vocabulary, config)
+def _query(request: RetrieveRequest, k: int, at_least: str, vocabulary: Vocabulary, config: ModelConfig) -> Query:
+    """What a search for `k` posts is asked. Raises InvalidRequest, also for a user of whom nothing is known: every post would score 0."""
+    context = features.context_of(request, vocabulary, config)
     handle = "" if request.context is UNSET else request.context
     if not handle and not context.user_id and not context.post_ids.any():
         raise InvalidRequest("user_id", NOBODY)
@@ -237,10 +236,6 @@ def _deadline(caller: CallerInfo) -> float:
     return min(
         now + settings.default_seconds if caller.deadline is None else caller.deadline, now + settings.max_seconds
     )
-
-
-def _request_id(request: RetrieveRequest) -> str | None:
-    return None if request.request_id is UNSET else request.request_id
 
 
 def _count(caller: CallerInfo, search_result: SearchResult) -> None:
@@ -310,7 +305,7 @@ def _recommended(
     ]
     models = {"retrieval": _name_of(served.manifest), "ranker": vocabulary.model}
     head = replies.head_of(replies.names_of(checked), models=models, corpus=_corpus_of(served, posts))
-    end = replies.tail_of(ranked, checked.options, timings_ms, visible=posts.visible)
+    end = replies.tail_of(ranked, checked, timings_ms, visible=posts.visible)
     return head + replies.objects(rows, vocabulary, further) + end
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # the endpoints' modules import this one
     from app.served.log import ServedLog
     from app.settings import Settings
     from app.shares import Shares
-    from app.vocabulary import Vocabularies
 
 
 @dataclass(slots=True)
@@ -36,7 +35,6 @@ class AppState:
     bodies: Bodies
     batches: Shares
     explanations: Explanations
-    vocabularies: Vocabularies
     about: dict[str, Any]
     scrapes: Scrapes
     leavers: Leavers

@@ -128,6 +128,17 @@ def test_weights_that_are_all_zero_are_warned_of() -> None:
 # what is refused
 
 
+def test_a_refused_ranking_keeps_the_name_in_its_body() -> None:
+    with served() as (client, _), structlog.testing.capture_logs() as lines:
+        unknown_action = good(request_id="page-9", weights={"unheard_of": 1})
+        reply = client.post("/rank", json=unknown_action)
+        assert (reply.status_code, reply.json()["code"]) == (422, "invalid_request")
+        assert reply.json()["request_id"] == reply.headers["x-request-id"] == "page-9"
+        named = client.post("/rank", json=unknown_action, headers={"x-request-id": "from-the-header"})
+        assert named.json()["request_id"] == "from-the-header"
+    assert [line["request_id"] for line in lines if line["event"] == "request"] == ["page-9", "from-the-header"]
+
+
 def candidate(**changes: Any) -> dict[str, Any]:
     return good(candidates=[POST, POST | changes])
 
