@@ -97,10 +97,10 @@ def capacity(
     traffic = _traffic(candidates, production, 0)
     settings = RunSettings(start, seconds, 2.0, "poisson", Slo(slo_ms, slo_share), traffic)
     plan = SearchSettings(start_rps=start, precision=precision)
-    found = _politely(lambda: search_server(Target.parse(url), settings, plan, _say))
-    _say(capacity_report(found, out))
+    report = _politely(lambda: search_server(Target.parse(url), settings, plan, _say))
+    _say(capacity_report(report, out))
     print(
-        json.dumps({name: found[name] for name in ("capacity_rps", "limited_by_generator", "machine")}, sort_keys=True)
+        json.dumps({name: report[name] for name in ("capacity_rps", "limited_by_generator", "machine")}, sort_keys=True)
     )
 
 

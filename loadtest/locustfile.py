@@ -142,8 +142,8 @@ def is_complete(content: Mapping[str, Any], count: int) -> bool:
     """Whether a reply of /retrieve or /recommend has min(`count`, visible) posts, each once and best first."""
     rows = content.get("posts", content.get("candidates", []))
     scores = [row["score"] for row in rows]
-    wanted = min(count, content["visible"])
-    return len({row["post_id"] for row in rows}) == len(rows) == wanted and scores == sorted(scores, reverse=True)
+    expected = min(count, content["visible"])
+    return len({row["post_id"] for row in rows}) == len(rows) == expected and scores == sorted(scores, reverse=True)
 
 
 class BadClient(RankingUser):
@@ -191,8 +191,8 @@ class Shape(LoadTestShape):
         elapsed, users = self.get_run_time(), options.num_users or 1
         if seconds and elapsed >= seconds:
             return None
-        wanted = users_at(options.shape, elapsed / seconds if seconds else 1.0, users)
-        return wanted, (options.spawn_rate or 1.0) * max(1, wanted / users)
+        target = users_at(options.shape, elapsed / seconds if seconds else 1.0, users)
+        return target, (options.spawn_rate or 1.0) * max(1, target / users)
 
 
 @events.init_command_line_parser.add_listener

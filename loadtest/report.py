@@ -29,7 +29,8 @@ def run_report(run: Run, out: Path) -> Path:
     ]
     figures += [(f"{name}, ms from the due time", _number(summary["latency_ms"].get(name))) for name in SHOWN]
     figures += [
-        (f"{stage}, median ms in the server", _number(each.get("p50"))) for stage, each in summary["stages_ms"].items()
+        (f"{stage}, median ms in the server", _number(times.get("p50")))
+        for stage, times in summary["stages_ms"].items()
     ]
     figures += [(f"status {status}", count) for status, count in summary["statuses"].items()]
     figures += [(f"no reply: {reason}", count) for reason, count in summary["failures"].items()]
@@ -46,9 +47,9 @@ def run_report(run: Run, out: Path) -> Path:
     return _write(parts, out)
 
 
-def capacity_report(found: Mapping[str, Any], out: Path) -> Path:
+def capacity_report(search: Mapping[str, Any], out: Path) -> Path:
     """Write report.md and rate.png of a search; return the report's path."""
-    slo, trials = found["settings"]["slo"], found["trials"]
+    slo, trials = search["settings"]["slo"], search["trials"]
     rows = []
     for number, trial in enumerate(trials, 1):
         summary = trial["summary"]
@@ -66,9 +67,9 @@ def capacity_report(found: Mapping[str, Any], out: Path) -> Path:
     objective = f"{100 * slo['share']:g} % within {slo['latency_ms']:g} ms of the due time"
     parts = [
         "# Capacity",
-        f"**{_number(found['capacity_rps'])} requests/s with {objective}.**",
-        LATE if found["limited_by_generator"] else "",
-        _where(found),
+        f"**{_number(search['capacity_rps'])} requests/s with {objective}.**",
+        LATE if search["limited_by_generator"] else "",
+        _where(search),
         "![Latency against rate](rate.png)",
         markdown(("trial", "offered/s", *SHOWN, "good"), rows),
     ]

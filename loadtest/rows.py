@@ -51,8 +51,8 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        known = {name: value for name, value in asdict(self).items() if value not in (None, math.inf)}
-        return known | {"ok": self.ok}
+        fields = {name: value for name, value in asdict(self).items() if value not in (None, math.inf)}
+        return fields | {"ok": self.ok}
 
     def cells(self) -> list[str]:
         """A line of the table."""

@@ -106,9 +106,9 @@ class Caller:
         if kind == "explore":
             return self._keep(body, self._post("/rank", body | {"explore": {"temperature": 0.05}}))
         if kind.startswith("recommend"):
-            asked = self._by_handle(body) if kind.endswith("handle") else dict(body)
-            del asked["candidates"]
-            reply = self._post("/recommend", asked | {"k": len(body["candidates"]), "exclude_history": False})
+            request = self._by_handle(body) if kind.endswith("handle") else dict(body)
+            del request["candidates"]
+            reply = self._post("/recommend", request | {"k": len(body["candidates"]), "exclude_history": False})
             return self._keep(body | {"candidates": None}, reply)
         return self._keep(body, self._post("/rank", body))
 
@@ -164,13 +164,13 @@ class Checker:
     def is_right(self, row: ServedRanking, answered: Answered) -> bool:
         """Whether a row says exactly what the engine was given for this request, and what the caller was told."""
         body, config = answered.body, self.manifest.config
-        given = [_same(row.context, self._context(body["user_id"], body["history"], config))]
+        is_same = [_same(row.context, self._context(body["user_id"], body["history"], config))]
         if body["candidates"] is not None:  # else the service chose them
-            given.append(_same(row.candidates, self._candidates(body["candidates"], body["impression_ts"], config)))
-            given.append(row.created_at.tolist() == [post["created_at"] for post in body["candidates"]])
+            is_same.append(_same(row.candidates, self._candidates(body["candidates"], body["impression_ts"], config)))
+            is_same.append(row.created_at.tolist() == [post["created_at"] for post in body["candidates"]])
         scores = self.engine.forward([Item(row.context, row.candidates)])[0].scores
-        told = [answered.scores[post] for post in row.candidates.post_ids.tolist()]
-        return all(given) and self._same_scores(row, scores) and told == row.scores.tolist()
+        sent_scores = [answered.scores[post] for post in row.candidates.post_ids.tolist()]
+        return all(is_same) and self._same_scores(row, scores) and sent_scores == row.scores.tolist()
 
     def _same_scores(self, row: ServedRanking, scores: Scores) -> bool:
         combined = combine(scores.probabilities, row.weights)

@@ -56,10 +56,10 @@ class Server:
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        given = {"content-type": "application/json"} | {
+        fields = {"content-type": "application/json"} | {
             name.replace("_", "-"): value for name, value in headers.items()
         }
-        return httpx.post(self.url + path, content=content, headers=given, timeout=60, verify=PLAIN)
+        return httpx.post(self.url + path, content=content, headers=fields, timeout=60, verify=PLAIN)
 
     def metric(self, series: str) -> float:
         """The sum of all samples whose line begins with these characters, 0 where there is none."""
@@ -175,9 +175,9 @@ def example(candidates: int = 0, history: int = -1) -> dict[str, Any]:
     """The demo's example request, its candidates repeated to that number where one is given, its history cut to that many events."""
     body: dict[str, Any] = json.loads((DEMO / "example.json").read_text())
     if candidates:
-        known = body["candidates"]
+        posts = body["candidates"]
         body["candidates"] = [
-            known[place % len(known)] | {"post_id": str(1000 + place)} if place >= len(known) else known[place]
+            posts[place % len(posts)] | {"post_id": str(1000 + place)} if place >= len(posts) else posts[place]
             for place in range(candidates)
         ]
     if history >= 0:

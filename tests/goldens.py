@@ -37,7 +37,7 @@ def imported(name: str, out: Path, **changes: Any) -> Path:
 
     with PublishedModel(GOLDEN / name / "ranker") as ranker:
         config = replace(ranker.config, **changes)
-        write_checkpoint(out, config, ranker.chunks, labels_for(config, name))
+        write_checkpoint(out, config, ranker.pieces, labels_for(config, name))
     return out
 
 

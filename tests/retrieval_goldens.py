@@ -34,5 +34,5 @@ def arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 def imported(source: Path, out: Path, **options: Any) -> Encoder:
     """A published retrieval directory as a loaded checkpoint of ours."""
     with PublishedModel(source) as model:
-        write_checkpoint(out, model.config, model.chunks, labels_for(model.config, "towers"), **options)
+        write_checkpoint(out, model.config, model.pieces, labels_for(model.config, "towers"), **options)
     return load_encoder(out)

@@ -25,7 +25,7 @@ from weights.format.tensorfile import Progress
 from weights.format.writer import Labels, TableDtype, write_checkpoint
 from weights.text_ids import IdKind
 
-ROWS_PER_CHUNK = 16384
+ROWS_PER_PIECE = 16384
 """Rows of a table converted at once while saving."""
 
 
@@ -116,8 +116,8 @@ def save_checkpoint(
     """
     state = model.state_dict()
 
-    def chunks(tensor: str) -> Iterable[Tensor]:
-        return iter(torch.split(state[tensor], ROWS_PER_CHUNK))
+    def pieces(tensor: str) -> Iterable[Tensor]:
+        return iter(torch.split(state[tensor], ROWS_PER_PIECE))
 
     labels = Labels(
         name,
@@ -129,4 +129,4 @@ def save_checkpoint(
         dict(training or {}),
         dict(calibration or {}),
     )
-    return write_checkpoint(path, model.config, chunks, labels, table_dtype=table_dtype, extras=extras, replace=replace)
+    return write_checkpoint(path, model.config, pieces, labels, table_dtype=table_dtype, extras=extras, replace=replace)

@@ -28,9 +28,9 @@ def measure(
     """Each figure is a ratio or a median with its spread. Exit code 0 even if a target is missed."""
     rows: list[Row] = []
 
-    def add(found: Row) -> None:
-        rows.append(found)
-        print(f"{found.what}: {found.figure:.3g} {found.unit}", file=sys.stderr, flush=True)
+    def add(row: Row) -> None:
+        rows.append(row)
+        print(f"{row.what}: {row.figure:.3g} {row.unit}", file=sys.stderr, flush=True)
 
     if only in ("all", "engines"):
         from loadtest.bench.engines import engine_rows

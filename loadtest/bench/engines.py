@@ -52,9 +52,10 @@ def code_rows(dtype: Literal["auto", "bfloat16", "float32"], rounds: int) -> Ite
     """The time of a forward with content codes, X's six levels of 256, over that without."""
     plain, computed = GEOMETRIES["mini"], computed_dtype(dtype)
     configs = {"without": plain, "with": replace(plain, code_levels=6, code_values=256)}
-    for state, kept in (("cold", 0), ("cached", CACHE_BYTES)):
+    for state, cache_bytes in (("cold", 0), ("cached", CACHE_BYTES)):
         engines = {
-            side: NativeEngine(random_ranker(config), computed, cache_bytes=kept) for side, config in configs.items()
+            side: NativeEngine(random_ranker(config), computed, cache_bytes=cache_bytes)
+            for side, config in configs.items()
         }
         for candidates in (64, 512):
             sides = {
@@ -93,7 +94,7 @@ def speed_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
     for name in SHAPES:
         config = GEOMETRIES[name]
         ranker = random_ranker(config)
-        cold, cached = (NativeEngine(ranker, dtype, cache_bytes=kept) for kept in (0, CACHE_BYTES))
+        cold, cached = (NativeEngine(ranker, dtype, cache_bytes=cache_bytes) for cache_bytes in (0, CACHE_BYTES))
         dense = DenseEngine(in_dtype(random_ranker(config), dtype), dtype)
         for candidates in (64, 512):
             seconds = timed({"dense": dense, "cold": cold, "cached": cached}, item_of(config, candidates), rounds)
@@ -113,7 +114,8 @@ def limit_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
         config = GEOMETRIES[name]
         ranker = random_ranker(config)
         engines = {
-            side: NativeEngine(ranker, dtype, cache_bytes=kept) for side, kept in (("cold", 0), ("cached", CACHE_BYTES))
+            side: NativeEngine(ranker, dtype, cache_bytes=cache_bytes)
+            for side, cache_bytes in (("cold", 0), ("cached", CACHE_BYTES))
         }
         for candidates in (64, 512):
             item = item_of(config, candidates)

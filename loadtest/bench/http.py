@@ -24,7 +24,7 @@ from loadtest.timing import Figure, ratio
 from weights.actions import STANDARD_ACTIONS
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
-from weights.synthetic.random_weights import random_chunks
+from weights.synthetic.random_weights import random_pieces
 
 USERS = 2000  # first visits, sent in turn: no context comes from the cache
 CONNECTIONS = 16
@@ -60,21 +60,21 @@ def http_rows(before: Path | None, rounds: int, seconds: float, workers: int) ->
 
 def compared(sides: Mapping[str, Server], loads: Sequence[Load], rounds: int, seconds: float) -> Iterator[Row]:
     """Read every load on every side in turns."""
-    found: dict[tuple[str, str], list[wrk.Reading]] = {}
+    readings_of: dict[tuple[str, str], list[wrk.Reading]] = {}
     for turn in range(rounds + 1):
         for load in loads:
             for name, server in sides.items():
                 reading = wrk.read(server.url + load.path, load.bodies, load.connections, seconds, headers=load.headers)
                 if turn:  # the first round warms up
-                    found.setdefault((load.what, name), []).append(reading)
+                    readings_of.setdefault((load.what, name), []).append(reading)
     for load in loads:
-        ours = found[load.what, "ours"]
+        ours = readings_of[load.what, "ours"]
         if load.connections == 1:
             yield Row.of(f"{load.what}: p50", Figure.of([reading.p50_ms for reading in ours]), "ms")
         else:
             yield Row.of(f"{load.what}: requests/s", Figure.of([reading.good_per_s for reading in ours]), "/s")
         for other in sides.keys() - {"ours"}:
-            readings = found[load.what, other]
+            readings = readings_of[load.what, other]
             if load.connections == 1:
                 sides_ms = [reading.p50_ms for reading in ours], [reading.p50_ms for reading in readings]
                 over = ratio(*sides_ms) if other == "before" else ratio(*reversed(sides_ms))
@@ -139,8 +139,8 @@ def in_objects(page: Mapping[str, Any]) -> dict[str, Any]:
 def binary_bodies(pages: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], str]:
     """Requests as binary tensors, and the length of their JSON part, which is the same for all."""
     names = orjson.loads((DEMO / "manifest.json").read_bytes())["action_names"]
-    made = [inference_of(page, names).body(binary=True) for page in pages]
-    return [body for body, _ in made], made[0][1][LENGTH]
+    inferences = [inference_of(page, names).body(binary=True) for page in pages]
+    return [body for body, _ in inferences], inferences[0][1][LENGTH]
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def production_checkpoint() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mini"
         write_checkpoint(
-            path, config, random_chunks(config, 0), labels_for(config, "mini", action_names=STANDARD_ACTIONS)
+            path, config, random_pieces(config, 0), labels_for(config, "mini", action_names=STANDARD_ACTIONS)
         )
         yield path
 

@@ -30,10 +30,10 @@ def limit_rows(rounds: int, seconds: float) -> Iterator[Row]:
             sent = [orjson.dumps(page) for page in shaped]
             rates: dict[int, list[float]] = {MANY: [], FEW: []}
             for turn in range(rounds + 1):
-                for connections, found in rates.items():
+                for connections, readings in rates.items():
                     reading = wrk.read(server.url + "/rank", sent, connections, seconds)
                     if turn:  # the first round warms up
-                        found.append(reading.good_per_s)
+                        readings.append(reading.good_per_s)
             what = f"64 candidates, {form}: 200s/s of {MANY} connections that ignore Retry-After ÷ of {FEW}"
             yield Row.of(what, ratio(rates[MANY], rates[FEW]), "×", 0.7, at_least=True)
     yield from memory_rows(LARGE_LOAD_READINGS * seconds)

@@ -244,6 +244,6 @@ class _Connection(asyncio.Protocol):
     def _fail(self, failure: Failure) -> None:
         """Fail all requests of the connection and close it."""
         pending, self.pending = self.pending, deque()
-        for each in pending:
-            self.client._finish(each, failure)
+        for request in pending:
+            self.client._finish(request, failure)
         self.transport.abort()

@@ -27,9 +27,9 @@ class Inference:
         """The JSON part of a request for all outputs. `binary` applies to both request and reply data."""
         inputs = []
         for name, array in self.inputs.items():
-            given: dict[str, Any] = {"name": name, "datatype": datatype(array), "shape": array.shape}
-            given |= {"parameters": {"binary_data_size": array.nbytes}} if binary else {"data": array.tolist()}
-            inputs.append(given)
+            described: dict[str, Any] = {"name": name, "datatype": datatype(array), "shape": array.shape}
+            described |= {"parameters": {"binary_data_size": array.nbytes}} if binary else {"data": array.tolist()}
+            inputs.append(described)
         named = {} if self.request_id is None else {"id": self.request_id}
         parameters = self.parameters | ({"binary_data_output": True} if binary else {})
         return {"inputs": inputs, "parameters": parameters, **named}

@@ -212,11 +212,11 @@ class Traffic(Iterator[RankRequest]):
             del column[: max(0, len(column) - self.settings.history_window)]
 
     def _actions(self) -> list[str]:
-        known = [(name, share) for name, share in ACTION_SHARES if name in self.settings.actions]
-        if not known:
+        shares = [(name, share) for name, share in ACTION_SHARES if name in self.settings.actions]
+        if not shares:
             return [self.settings.actions[int(self._random.integers(len(self.settings.actions)))]]
-        drawn = self._random.random(len(known))
-        return [name for (name, share), value in zip(known, drawn, strict=True) if value < share]
+        drawn = self._random.random(len(shares))
+        return [name for (name, share), value in zip(shares, drawn, strict=True) if value < share]
 
     def _authors(self, posts: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
         """The fixed author of each post. Hot authors own `hot_author_share` of the posts."""

@@ -64,6 +64,6 @@ def read(
 
 
 def _milliseconds(text: str, percent: int) -> float:
-    found = re.search(rf"{percent}%\s+([\d.]+)(us|ms|s)\b", text)
-    assert found is not None, text
-    return float(found[1]) * UNITS_MS[found[2]]
+    match = re.search(rf"{percent}%\s+([\d.]+)(us|ms|s)\b", text)
+    assert match is not None, text
+    return float(match[1]) * UNITS_MS[match[2]]

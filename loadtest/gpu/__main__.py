@@ -52,7 +52,7 @@ class Stop:
 STOP = Stop()
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -71,12 +71,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run", help=argparse.SUPPRESS)  # runs one phase in this process, with its records in --log
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(packed=0)
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the bench. Return 0 if every phase ran without a problem, 2 without a card, else 1."""
-    options = arguments(given)
+    options = arguments(argv)
     if options.run:
         return run_phase(options)
     options.log = options.out / f"gpu-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.jsonl"
@@ -203,13 +203,13 @@ def write(log: Path, record: Record) -> None:
 
 def read(log: Path) -> list[Record]:
     """The records of a log, in order. A truncated line is left out."""
-    found = []
+    records = []
     for line in log.read_text().splitlines() if log.exists() else []:
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return records
 
 
 def table(log: Path) -> list[str]:

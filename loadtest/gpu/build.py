@@ -80,11 +80,11 @@ class Compiled:
             file.flush()
             command = [str(TOOL), "--dump-resource-usage", file.name]
             said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-        found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-        if found is None:
+        match = re.search(r"REG:(\d+) STACK:(\d+)", said)
+        if match is None:
             raise ValueError(f"no resource usage in {said!r}")
         return {
-            "shared_bytes": self.binary.metadata.shared, "registers": int(found[1]), "stack_bytes": int(found[2]),
+            "shared_bytes": self.binary.metadata.shared, "registers": int(match[1]), "stack_bytes": int(match[2]),
         }  # fmt: skip
 
 
@@ -108,33 +108,33 @@ def forward(config: ModelConfig, dtype: torch.dtype, launcher: Any, rows: int = 
 
 def compiled(config: ModelConfig, dtype: torch.dtype, capability: int) -> list[Compiled]:
     """What an engine of this architecture launches on such a device, each binary once. Raises Triton's error if one does not compile."""
-    found: dict[str, Compiled] = {}
+    by_hash: dict[str, Compiled] = {}
 
     def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         binary = kernel.warmup(*arguments, grid=grid, **constants)
-        found.setdefault(binary.hash, Compiled(kernel.fn.__name__, constants, binary))
+        by_hash.setdefault(binary.hash, Compiled(kernel.fn.__name__, constants, binary))
 
     with compiling_for(capability):
         for rows in (TILE_ROWS, FEW_ROWS + TILE_ROWS):
             forward(config, dtype, note, rows)
-    return list(found.values())
+    return list(by_hash.values())
 
 
-def main(given: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Compile every kernel for the widths of heads that occur, in both dtypes, and print what came out as a table."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu.build", description=main.__doc__)
     parser.add_argument("--capability", type=int, nargs="+", default=[90], help="80, 90 and 100 are known to work")
     parser.add_argument("--head-width", type=int, nargs="+", default=[32, 64, 128])
-    options = parser.parse_args(given)
+    options = parser.parse_args(argv)
     print(f"{'kernel':<16}{'sm':>4} {'dtype':<10}{'head':>5}{'shared':>8}{'registers':>11}{'stack':>7}")
     for capability in options.capability:
         for width in options.head_width:
             for dtype in DTYPES:
                 config = replace(GEOMETRIES["nano"], layers=2, head_width=width)
-                for each in compiled(config, dtype, capability):
-                    shared, registers, stack = each.usage().values()
+                for kernel in compiled(config, dtype, capability):
+                    shared, registers, stack = kernel.usage().values()
                     name = str(dtype).removeprefix("torch.")
-                    print(f"{each.name:<16}{capability:>4} {name:<10}{width:>5}{shared:>8}{registers:>11}{stack:>7}")
+                    print(f"{kernel.name:<16}{capability:>4} {name:<10}{width:>5}{shared:>8}{registers:>11}{stack:>7}")
 
 
 if __name__ == "__main__":

@@ -66,11 +66,11 @@ class Card:
             for _ in range(calls):
                 work()
             self.synchronize()
-        found = {}
+        by_name = {}
         for event in seen.key_averages():
             microseconds = event.self_device_time_total if self.is_cuda else event.self_cpu_time_total
-            found[event.key] = (microseconds / calls, event.count / calls)
-        return found
+            by_name[event.key] = (microseconds / calls, event.count / calls)
+        return by_name
 
     def recorded(self, work: Callable[[], object]) -> Callable[[], object]:
         """Run the work twice to compile it, then return a graph that replays it; on a CPU, the work itself."""

@@ -109,26 +109,26 @@ def parity(card: Card, config: ModelConfig, dtype: torch.dtype) -> float:
     items = parity_items(config)
     expected = [outcome.scores for outcome in DenseEngine(ranker, torch.float32).forward(items)]
     capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
-    found = [outcome.scores for outcome in make_engine(ranker, card, dtype, capacity=capacity).forward(items)]
-    worst, tolerance = largest_difference(found, expected), PARITY[dtype].logits
+    scores = [outcome.scores for outcome in make_engine(ranker, card, dtype, capacity=capacity).forward(items)]
+    worst, tolerance = largest_difference(scores, expected), PARITY[dtype].logits
     if not worst <= tolerance:
         raise AssertionError(f"logits differ by {worst}, more than {tolerance}")
     return worst
 
 
 def watch(card: Card, config: ModelConfig, dtype: torch.dtype) -> WatchedKernels:
-    """Run a forward and compare every operation with its plain form. Differences are in `found` of the result."""
-    made: list[WatchedKernels] = []
+    """Run a forward and compare every operation with its plain form. Differences are in `differences` of the result."""
+    watched: list[WatchedKernels] = []
 
     def kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
         tested, plain = make_kernels(card)(config, weights, dtype), PortableKernels(config, weights.rope)
-        made.append(WatchedKernels(tested, plain, config.layers))
-        return cast("Kernels", made[0])
+        watched.append(WatchedKernels(tested, plain, config.layers))
+        return cast("Kernels", watched[0])
 
     ranker = random_ranker(config, device=card.device)
     capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
     SplitEngine(ranker, card.device, dtype, kernels=kernels, capacity=capacity).forward(parity_items(config)[:5])
-    return made[0]
+    return watched[0]
 
 
 def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, int]:

@@ -52,7 +52,7 @@ def planted(make: MakeKernels, fault: str) -> MakeKernels:
     """Kernels with a fault, if it is a fault of kernels."""
     if fault not in ("kernel", "product", "access"):
         return make
-    return lambda *given: cast("Kernels", PlantedKernels(make(*given), fault))
+    return lambda *arguments: cast("Kernels", PlantedKernels(make(*arguments), fault))
 
 
 def hang(fault: str, phase: str) -> None:

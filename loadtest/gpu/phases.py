@@ -39,11 +39,11 @@ def environment(card: Card, geometry: str) -> Iterator[Record]:
     """Driver and clocks, the card's measured ceilings, and the cost of a graph node."""
     if card.is_cuda:
         query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
-        asked = subprocess.run(
+        queried = subprocess.run(
             ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False
         )
         yield {
-            "nvidia_smi": asked.stdout.strip() or asked.stderr.strip(),
+            "nvidia_smi": queried.stdout.strip() or queried.stderr.strip(),
             "capability": torch.cuda.get_device_capability(),
         }
     ceilings = card.ceilings()
@@ -85,13 +85,13 @@ def _compile(name: str, dtype: torch.dtype, capability: int, small: bool) -> lis
     config = _compiled(Card(torch.device("cpu"), tiny=small))[name]
     start = time.perf_counter()
     try:
-        found: list[Record] = [
-            {"case": name, "kernel": each.name, "dtype": str(dtype), "hash": each.binary.hash, **each.usage()}
-            for each in compiled(config, dtype, capability)
+        records: list[Record] = [
+            {"case": name, "kernel": kernel.name, "dtype": str(dtype), "hash": kernel.binary.hash, **kernel.usage()}
+            for kernel in compiled(config, dtype, capability)
         ]
     except Exception as error:
-        found = [{"case": name, "dtype": str(dtype), "problem": f"does not compile: {error}"[:500]}]
-    return [record | {"seconds_of_case": round(time.perf_counter() - start, 2)} for record in found]
+        records = [{"case": name, "dtype": str(dtype), "problem": f"does not compile: {error}"[:500]}]
+    return [record | {"seconds_of_case": round(time.perf_counter() - start, 2)} for record in records]
 
 
 def starts(card: Card, geometry: str) -> Iterator[Record]:
@@ -123,8 +123,10 @@ def kernels(card: Card, geometry: str) -> Iterator[Record]:
             except Exception as error:
                 yield record | {"problem": f"{type(error).__name__}: {error}"[:500]}
                 continue
-            yield record | {"operations": watched.calls, "different": len(watched.found)}
-            yield from (record | {"problem": str(each)} | each.as_dict() for each in watched.found[:1])
+            yield record | {"operations": watched.calls, "different": len(watched.differences)}
+            yield from (
+                record | {"problem": str(difference)} | difference.as_dict() for difference in watched.differences[:1]
+            )
 
 
 def parities(card: Card, geometry: str) -> Iterator[Record]:
@@ -162,9 +164,9 @@ def kernel_times(card: Card, geometry: str) -> Iterator[Record]:
         engine = make_engine(random_ranker(config, device=card.device), card)
         item = Item(*random_request(config, config.history_length, 24 if card.tiny else 64))
         cached = Item(item.context, item.candidates, engine.forward([item])[0].state)
-        for kind, asked in (("cold", item), ("cached", cached)):
-            seen = card.operations(lambda asked=asked, engine=engine: engine.forward([asked]))  # type: ignore[misc]
-            for operation, (us, calls) in sorted(seen.items(), key=lambda each: -each[1][0])[:12]:
+        for kind, request in (("cold", item), ("cached", cached)):
+            seen = card.operations(lambda request=request, engine=engine: engine.forward([request]))  # type: ignore[misc]
+            for operation, (us, calls) in sorted(seen.items(), key=lambda timed: -timed[1][0])[:12]:
                 yield {"geometry": name, "kind": kind, "operation": operation, "us": round(us, 2), "calls": calls}
 
 
@@ -185,12 +187,12 @@ def bisect(card: Card, geometry: str) -> Iterator[Record]:
     for config in (small_config(width=64, layers=2, head_width=32), *parity_cases(card).values()):
         for dtype in DTYPES:
             try:
-                found = watch(card, config, dtype).found
+                differences = watch(card, config, dtype).differences
             except Exception as error:
                 yield {"problem": f"{type(error).__name__}: {error}"[:500], "width": config.width}
                 return
-            if found:
-                yield {"problem": str(found[0]), "width": config.width, **found[0].as_dict()}
+            if differences:
+                yield {"problem": str(differences[0]), "width": config.width, **differences[0].as_dict()}
                 return
     yield {"nothing_found": True}
 
@@ -203,14 +205,14 @@ def all_phases(geometries: Sequence[str]) -> dict[str, Phase]:
     """The phases in the order in which they run. The most wanted figures come within 540 seconds at most; peers come last."""
     rows = {name: Phase(engine_rows, 150, name) for name in geometries}
     first = [name for name in ("mini", "flagship") if name in rows]
-    found = {"environment": Phase(environment, 40), "compile": Phase(compile_all, 200)}
-    found |= {f"rows {name}": rows[name] for name in first}
-    found |= {
+    phases = {"environment": Phase(environment, 40), "compile": Phase(compile_all, 200)}
+    phases |= {f"rows {name}": rows[name] for name in first}
+    phases |= {
         "kernels": Phase(kernels, 240), "parity": Phase(parities, 240), "bits": Phase(bits, 120),
         "kernel_times": Phase(kernel_times, 120), "starts": Phase(starts, 120),
     }  # fmt: skip
-    found |= {f"rows {name}": rows[name] for name in geometries if name not in first}
-    return found | {f"peers {name}": Phase(peer_rows, 120, name) for name in geometries}
+    phases |= {f"rows {name}": rows[name] for name in geometries if name not in first}
+    return phases | {f"peers {name}": Phase(peer_rows, 120, name) for name in geometries}
 
 
 BISECT = Phase(bisect, 120)

@@ -106,19 +106,19 @@ class Geometry:
         return Item(random_context(self.config, history, seed), random_candidates(self.config, count, seed))
 
     def _forward_rows(self, item: Item, kind: str) -> Iterator[Record]:
-        asked = self._cached(item) if kind == "cached" else item
+        request = self._cached(item) if kind == "cached" else item
         candidates = len(item.candidates)
-        time = self._on_device([asked])
-        wall = self.card.wall_time(lambda: self.engine.forward([asked]))
+        time = self._on_device([request])
+        wall = self.card.wall_time(lambda: self.engine.forward([request]))
         work = forward_work(self.config, 1 + len(item.context), candidates, cached=kind == "cached")
         key = (self.name, candidates, kind)  # tiny shapes have no target: none of their counts is in the table
         target, floor = TARGETS_MS.get(key, (None, None))
         label = f"{self.name} C={candidates} {kind}"
         yield self._timed(label, time, work, target, floor, wall.median)
         per_second = candidates / time.median * 1e3
-        wanted = CANDIDATES_PER_SECOND.get(key)
-        met = None if wanted is None else per_second >= wanted
-        yield line(f"{label}: candidates", per_second, "1/s", target=wanted, met=met)
+        target_per_second = CANDIDATES_PER_SECOND.get(key)
+        met = None if target_per_second is None else per_second >= target_per_second
+        yield line(f"{label}: candidates", per_second, "1/s", target=target_per_second, met=met)
         mfu = work.flops / time.median / 1e9 / self.ceilings.tflops
         yield line(f"{label}: MFU, of the matrix rate measured here", 100 * mfu, "%", beside=MFU_BESIDE)
 
@@ -127,7 +127,7 @@ class Geometry:
         if not self.card.is_cuda:
             return self.card.wall_time(lambda: self.engine.forward(items))
         seen = [self.card.operations(lambda: self.engine.forward(items)).values() for _ in range(3)]
-        return Figure.of([sum(microseconds for microseconds, _ in each) / 1e3 for each in seen])
+        return Figure.of([sum(microseconds for microseconds, _ in kernels) / 1e3 for kernels in seen])
 
     def _timed(
         self,
@@ -189,11 +189,11 @@ class Geometry:
         uncapped = Ranker(replace(self.config, attention_cap=None)).to(self.card.device)
         uncapped.load_state_dict(ranker.state_dict())
         in_dtype(uncapped.requires_grad_(False), torch.bfloat16)
-        for attention, each, name in (
+        for attention, peer_ranker, name in (
             ("sdpa", uncapped, "SDPA with a mask, without the cap"),
             ("flex", ranker, "FlexAttention"),
         ):
-            peer = PeerRanker(each, item, self.card, torch.bfloat16, attention)  # type: ignore[arg-type]
+            peer = PeerRanker(peer_ranker, item, self.card, torch.bfloat16, attention)  # type: ignore[arg-type]
             mask = peer.mask()
 
             def forward(peer: PeerRanker = peer, mask: BlockMask | Tensor = mask) -> Tensor:

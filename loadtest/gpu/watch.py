@@ -53,7 +53,7 @@ class WatchedKernels:
     """
 
     def __init__(self, tested: Kernels, reference: Kernels, layers: int) -> None:
-        self.found: list[Difference] = []
+        self.differences: list[Difference] = []
         self.calls = 0
         self.key_tile = max(tested.key_tile, reference.key_tile)
         self._tested, self._reference, self._layers = tested, reference, layers
@@ -72,7 +72,7 @@ class WatchedKernels:
         outputs = [arguments[place] for place in WRITTEN[name] if arguments[place] is not None]
         poisoned = [arguments[place] for place in OVERWRITTEN.get(name, ())]
         before = [tensor.clone() for tensor in outputs]
-        results = []
+        outputs_of_runs = []
         for kernels in (self._tested, self._tested, self._reference):
             for tensor, old in zip(outputs, before, strict=True):
                 tensor.copy_(old)
@@ -82,25 +82,25 @@ class WatchedKernels:
                 getattr(kernels, name)(*arguments)
             except RuntimeError as error:
                 raise RuntimeError(f"{name} in layer {layer}: {error}") from error
-            results.append([tensor[: step.used].clone() for tensor in outputs])
+            outputs_of_runs.append([tensor[: step.used].clone() for tensor in outputs])
             if name == "rotate":  # it also writes the states, with one row per token of the context
                 states = [state.keys_values[arguments[3], :, : state.length] for state in step.states]
-                results[-1] += [state.transpose(0, 1).flatten(1).clone() for state in states]
+                outputs_of_runs[-1] += [state.transpose(0, 1).flatten(1).clone() for state in states]
         self.calls += 1
         self._gates += name == "gate" and not tail
         # tokens are fp32, but come from products in the engine's dtype
-        dtypes = [step.anchor.dtype if name == "embed" else tensor.dtype for tensor in results[0]]
+        dtypes = [step.anchor.dtype if name == "embed" else tensor.dtype for tensor in outputs_of_runs[0]]
         least = HARDWARE if name == "attend" else 0.0
-        if difference := _first(*results, dtypes=dtypes, least=least):
+        if difference := _first(*outputs_of_runs, dtypes=dtypes, least=least):
             row, worst, repeatable = difference
-            self.found.append(Difference(name, layer, tail, row // TILE_ROWS, row, worst, repeatable))
+            self.differences.append(Difference(name, layer, tail, row // TILE_ROWS, row, worst, repeatable))
 
 
 def _first(
-    found: list[Tensor], again: list[Tensor], expected: list[Tensor], *, dtypes: list[torch.dtype], least: float
+    tested: list[Tensor], again: list[Tensor], expected: list[Tensor], *, dtypes: list[torch.dtype], least: float
 ) -> tuple[int, float, bool] | None:
     """The first wrong or unsteady row, its largest difference, and whether a second call gave the same bits there; None if all is right."""
-    for one, other, right, dtype in zip(found, again, expected, dtypes, strict=True):
+    for one, other, right, dtype in zip(tested, again, expected, dtypes, strict=True):
         tolerance = max(least, 2 * PARITY[dtype].operation)
         wrong = ~torch.isclose(one.float(), right.float(), rtol=tolerance, atol=tolerance)  # NaN is close to nothing
         unsteady = (one != other) & ~(one.isnan() & other.isnan())

@@ -104,8 +104,8 @@ class People:
         posts = choose_posts(world, author, now, rng)
         elsewhere = rng.choice(len(SURFACES), posts.shape, p=OTHER_SURFACES)
         surface = np.where(world.users.follows[who[:, None], author], SURFACES.index("following"), elsewhere)
-        _, given = circumstances(world, who, posts, surface, now)
-        reward = true_probabilities(given).astype(np.float64) @ WORTH
+        _, situations = circumstances(world, who, posts, surface, now)
+        reward = true_probabilities(situations).astype(np.float64) @ WORTH
         return Visits(who, now, posts, surface, reward.reshape(posts.shape))
 
     def act(self, visits: Visits, places: Ints) -> Acts:
@@ -113,10 +113,10 @@ class People:
         world = self.world
         posts = np.take_along_axis(visits.posts, places, 1)
         surface = np.take_along_axis(visits.surface, places, 1)
-        affinity, given = circumstances(world, visits.who, posts, surface, visits.now)
-        actions, seconds = draw(given, self.rng)
+        affinity, situations = circumstances(world, visits.who, posts, surface, visits.now)
+        actions, seconds = draw(situations, self.rng)
         interests = interest(world.users.latent[visits.who], world.settings)
-        session = Session(visits.who, visits.now, posts, surface, affinity, given, actions, seconds, interests)
+        session = Session(visits.who, visits.now, posts, surface, affinity, situations, actions, seconds, interests)
         remember(world, session)
         acts = Acts(posts, surface, actions.reshape(*posts.shape, -1), seconds.reshape(posts.shape))
         self._keep(visits, acts)

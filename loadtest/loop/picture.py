@@ -69,11 +69,11 @@ def unseen_table(turns: Sequence[Mapping[str, Any]]) -> str:
         for kind, unseen in (turn["judged"] or {"unseen": {}})["unseen"].items():
             figures = [*unseen["order"], *unseen["order_of_others"]]
             if all(figure["low"] is not None for figure in figures):
-                rows.append([str(night), kind, f"{unseen['share']:.1%}", *map(told, figures)])
+                rows.append([str(night), kind, f"{unseen['share']:.1%}", *map(cell_of, figures)])
     return markdown(head, rows)
 
 
-def told(figure: Mapping[str, float]) -> str:
+def cell_of(figure: Mapping[str, float]) -> str:
     """A figure with its interval."""
     return f"{figure['value']:.3f} ({figure['low']:.3f} … {figure['high']:.3f})"
 

@@ -142,8 +142,8 @@ class Demo:
             if reply.status_code != 200:
                 self.failures += 1
                 reply.raise_for_status()
-            place = {each["post_id"]: number for number, each in enumerate(body["candidates"])}
-            places.append([place[each["post_id"]] for each in reply.json()["candidates"]])
+            place = {post["post_id"]: number for number, post in enumerate(body["candidates"])}
+            places.append([place[post["post_id"]] for post in reply.json()["candidates"]])
         return np.array(places)
 
     def _logged(self, server: Server) -> dict[str, ServedRanking]:
@@ -161,7 +161,7 @@ class Demo:
         if day == self.settings.poisoned_day:
             actions = actions[self.people.rng.permutation(len(actions))]
         shown = self.settings.shown
-        names = np.repeat([name for _, _, each in visited for name in each], shown)
+        names = np.repeat([name for _, _, visit_names in visited for name in visit_names], shown)
         posts = np.concatenate([self.people.world.posts.ids[acts.posts].ravel() for _, acts, _ in visited])
         seconds = np.concatenate([acts.seconds.ravel() for _, acts, _ in visited]).astype(np.float64)
         place, action = np.nonzero(actions)
@@ -196,20 +196,22 @@ class Demo:
             }
             for kind, places in shown.items():
                 sums[kind].append(np.take_along_axis(visits.reward, places, 1).mean(1))
-        means = {kind: np.concatenate(each) for kind, each in sums.items()}
+        means = {kind: np.concatenate(rewards) for kind, rewards in sums.items()}
         who = np.concatenate([visits.who for visits, _ in visited])
         lead = np.bincount(who, means["loop"] - means["frozen"]) / np.bincount(who)
-        return {kind: float(each.mean()) for kind, each in means.items()}, float(lead.std(ddof=1) / len(lead) ** 0.5)
+        return {kind: float(rewards.mean()) for kind, rewards in means.items()}, float(
+            lead.std(ddof=1) / len(lead) ** 0.5
+        )
 
     def _frozen_places(self, day: Sequence[ServedRanking]) -> Ints:
         """What the model of day 0 would have shown for the same requests, with the same noise of the exploration, `[n, k]`."""
         places: list[NDArray[np.intp]] = []
         for start in range(0, len(day), ENGINE_ITEMS):
             some = day[start : start + ENGINE_ITEMS]
-            for row, result in zip(
+            for row, outcome in zip(
                 some, self.frozen.forward([Item(row.context, row.candidates) for row in some]), strict=True
             ):
-                scores = combine(result.scores.probabilities, WORTH)
+                scores = combine(outcome.scores.probabilities, WORTH)
                 noise = gumbel_noise(row.request_id, row.candidates.post_ids)
                 places.append(draw_order(scores, self.settings.temperature, noise)[0][: self.settings.shown])
         return np.array(places)

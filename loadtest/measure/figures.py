@@ -79,14 +79,14 @@ def over_time(samples: Samples, bin_seconds: float, slo: Slo) -> dict[str, Float
 
 
 def _counted(values: NDArray[Any]) -> list[tuple[int, int]]:
-    found, counts = np.unique(values, return_counts=True)
-    return list(zip(found.tolist(), counts.tolist(), strict=True))
+    distinct, counts = np.unique(values, return_counts=True)
+    return list(zip(distinct.tolist(), counts.tolist(), strict=True))
 
 
 def _percentiles(values: NDArray[Any]) -> dict[str, float]:
-    known = values[~np.isnan(values)].astype(np.float64)
-    if not len(known):
+    measured = values[~np.isnan(values)].astype(np.float64)
+    if not len(measured):
         return {}
     names = [f"p{percentile:g}" for percentile in PERCENTILES]
-    figures = dict(zip(names, np.percentile(known, PERCENTILES).tolist(), strict=True))
-    return figures | {"mean": float(known.mean()), "max": float(known.max())}
+    figures = dict(zip(names, np.percentile(measured, PERCENTILES).tolist(), strict=True))
+    return figures | {"mean": float(measured.mean()), "max": float(measured.max())}

@@ -38,7 +38,7 @@ class SearchSettings:
 
 
 @dataclass(slots=True)
-class Found:
+class SearchOutcome:
     """Result of a search. `capacity_rps` 0: no rate was confirmed. `limited_by_generator`: the server may sustain more."""
 
     capacity_rps: float = 0.0
@@ -46,18 +46,18 @@ class Found:
     trials: list[tuple[float, TrialVerdict]] = field(default_factory=list)
 
 
-def search(trial: Trial, settings: SearchSettings) -> Found:
+def search(trial: Trial, settings: SearchSettings) -> SearchOutcome:
     """Find the highest rate that holds, as SearchSettings describes. Uses the server only through `trial`."""
-    found = Found()
+    outcome = SearchOutcome()
 
     def holds(rate: float) -> bool:
         verdict = trial(rate)
-        found.trials.append((rate, verdict))
-        found.limited_by_generator |= verdict == "generator"
+        outcome.trials.append((rate, verdict))
+        outcome.limited_by_generator |= verdict == "generator"
         return verdict == "holds"
 
     def tries_left() -> bool:
-        return len(found.trials) < settings.max_trials
+        return len(outcome.trials) < settings.max_trials
 
     low, high = 0.0, settings.start_rps
     while tries_left() and holds(high):
@@ -75,8 +75,8 @@ def search(trial: Trial, settings: SearchSettings) -> Found:
             held += 1
         else:
             low, held = low * (1 - settings.precision), 0
-    found.capacity_rps = low if held >= settings.confirmations else 0.0
-    return found
+    outcome.capacity_rps = low if held >= settings.confirmations else 0.0
+    return outcome
 
 
 def search_server(
@@ -99,21 +99,21 @@ def search_server(
         )
         return verdict
 
-    found = search(trial, plan)
-    for share in plan.curve if found.capacity_rps else ():
-        found.trials.append((share * found.capacity_rps, trial(share * found.capacity_rps)))
+    outcome = search(trial, plan)
+    for share in plan.curve if outcome.capacity_rps else ():
+        outcome.trials.append((share * outcome.capacity_rps, trial(share * outcome.capacity_rps)))
     return {
         "kind": "search",
-        "settings": replace(load.settings, rate_rps=found.capacity_rps).to_dict(),
+        "settings": replace(load.settings, rate_rps=outcome.capacity_rps).to_dict(),
         "plan": asdict(plan),
         "target": target.origin,
         "machine": machine(),
         "server": runs[-1].meta["server"],
-        "capacity_rps": found.capacity_rps,
-        "limited_by_generator": found.limited_by_generator,
+        "capacity_rps": outcome.capacity_rps,
+        "limited_by_generator": outcome.limited_by_generator,
         "trials": [
             {"rate_rps": rate, "verdict": verdict, "generator": run.meta["generator"], "summary": run.summary}
-            for (rate, verdict), run in zip(found.trials, runs, strict=True)
+            for (rate, verdict), run in zip(outcome.trials, runs, strict=True)
         ],
     }
 

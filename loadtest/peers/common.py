@@ -78,8 +78,8 @@ class PeerModel:
         newest = slice(max(0, len(history.post_id) - self.config.history_length), None)
         past = [np.array(ids[newest], np.uint64) for ids in (history.post_id, history.author_id)]
         actions = np.zeros((len(past[0]), self.config.actions), np.float32)
-        for row, wanted in enumerate(history.actions[newest]):
-            actions[row, [self._columns[name] for name in wanted]] = 1.0
+        for row, names in enumerate(history.actions[newest]):
+            actions[row, [self._columns[name] for name in names]] = 1.0
         surfaces, dwell = (
             np.array(history.product_surface[newest], np.int64),
             np.array(history.dwell_time[newest], np.float32),
@@ -101,9 +101,9 @@ class PeerModel:
     def _dense(self, requests: Sequence[tuple[Context, Candidates]]) -> list[Scores]:
         batch = collate(requests, self.config, "shared")
         logits, continuous = self._ranker(batch, getattr(torch, self._dtype))
-        found = (logits, torch.sigmoid(logits), continuous)
+        outputs = (logits, torch.sigmoid(logits), continuous)
         counts = [len(candidates) for _, candidates in requests]
-        return [Scores(*(tensor[row, :count].numpy() for tensor in found)) for row, count in enumerate(counts)]
+        return [Scores(*(tensor[row, :count].numpy() for tensor in outputs)) for row, count in enumerate(counts)]
 
     def reply(self, posts: Sequence[int], scores: Scores) -> dict[str, Any]:
         """The reply of the contract, without fields that only this project's server knows."""

@@ -66,8 +66,10 @@ class NativeEngine:
             dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
         self._packed = pack(ranker, dtype, self._kernel.strip(), candidate_positions)
         requested_threads = threads or usable_threads()
-        self._handle: ctypes.c_void_p | None
-        self._handle, threads = self._kernel.create(self._packed.model, requested_threads, bf16=dtype is torch.bfloat16)
+        self._pointer: ctypes.c_void_p | None
+        self._pointer, threads = self._kernel.create(
+            self._packed.model, requested_threads, bf16=dtype is torch.bfloat16
+        )
         config = self.config
         extendable = config.context_attention == "causal" and not config.right_anchored
         self._begun: _Plan | None = None
@@ -96,26 +98,26 @@ class NativeEngine:
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes in the order of the items; contexts that several items share are computed once."""
         begun = self._plan(items)
-        return self._outcomes(begun, self._kernel.forward(self._handle, begun.arguments))
+        return self._outcomes(begun, self._kernel.forward(self._pointer, begun.arguments))
 
     def open(self) -> int | None:
         """See `OverlappingEngine`."""
-        return self._kernel.open(self._handle)
+        return self._kernel.open(self._pointer)
 
     def begin(self, items: Sequence[Item]) -> None:
         """See `OverlappingEngine`."""
         begun = self._plan(items)
-        self._kernel.begin(self._handle, begun.arguments)
+        self._kernel.begin(self._pointer, begun.arguments)
         self._begun = begun  # kept alive: the kernel reads its arrays
 
     def finish(self) -> list[Outcome]:
         """See `OverlappingEngine`."""
         begun, self._begun = self._begun, None
-        finite = self._kernel.finish(self._handle)
+        finite = self._kernel.finish(self._pointer)
         return [] if begun is None else self._outcomes(begun, finite)
 
     def _plan(self, items: Sequence[Item]) -> _Plan:
-        if self._handle is None:
+        if self._pointer is None:
             raise EngineError("the engine is closed")
         return _Plan(self, items)
 
@@ -145,9 +147,9 @@ class NativeEngine:
     def close(self) -> None:
         """Free the kernel's memory and the cache. The engine must not be used afterwards."""
         self._cache.clear()
-        if self._handle is not None:
-            self._kernel.destroy(self._handle)
-            self._handle = None
+        if self._pointer is not None:
+            self._kernel.destroy(self._pointer)
+            self._pointer = None
 
     def _allocate(self, rows: int, older: Keys | None) -> Keys:
         """Zeroed room for `rows` keys, the older ones copied to the front."""

@@ -75,34 +75,34 @@ class Kernel:
         return milliseconds
 
     def create(self, model: ctypes.Structure, threads: int, *, bf16: bool) -> tuple[ctypes.c_void_p, int]:
-        """Make an engine, which `destroy` frees. Returns its handle and how many threads it has: fewer if the system refuses more."""
-        handle, granted_threads = ctypes.c_void_p(), Int64(threads)
+        """Make an engine, which `destroy` frees. Returns its pointer and how many threads it has: fewer if the system refuses more."""
+        pointer, granted_threads = ctypes.c_void_p(), Int64(threads)
         status = self.library.ranker_create(
-            ctypes.byref(model), Int64(bf16), ctypes.byref(granted_threads), ctypes.byref(handle)
+            ctypes.byref(model), Int64(bf16), ctypes.byref(granted_threads), ctypes.byref(pointer)
         )
         check_status(status, "make an engine")
-        return handle, granted_threads.value
+        return pointer, granted_threads.value
 
-    def forward(self, handle: ctypes.c_void_p | None, arguments: Arguments) -> bool:
+    def forward(self, pointer: ctypes.c_void_p | None, arguments: Arguments) -> bool:
         """Run one forward; returns whether every score is finite."""
-        return _is_finite(self._forward(handle, *arguments))
+        return _is_finite(self._forward(pointer, *arguments))
 
-    def open(self, handle: ctypes.c_void_p | None) -> int | None:
+    def open(self, pointer: ctypes.c_void_p | None) -> int | None:
         """A descriptor that becomes readable whenever a forward started by `begin` ends; None if none can be had."""
         descriptor = ctypes.c_int(-1)
-        return descriptor.value if self.library.ranker_open(handle, ctypes.byref(descriptor)) == 0 else None
+        return descriptor.value if self.library.ranker_open(pointer, ctypes.byref(descriptor)) == 0 else None
 
-    def begin(self, handle: ctypes.c_void_p | None, arguments: Arguments) -> None:
+    def begin(self, pointer: ctypes.c_void_p | None, arguments: Arguments) -> None:
         """Start one forward in the kernel's own threads. No other one may be running."""
-        check_status(self._begin(handle, *arguments), "begin a forward")
+        check_status(self._begin(pointer, *arguments), "begin a forward")
 
-    def finish(self, handle: ctypes.c_void_p | None) -> bool:
+    def finish(self, pointer: ctypes.c_void_p | None) -> bool:
         """For the forward that has ended, returns whether every score is finite."""
-        return _is_finite(self._finish(handle))
+        return _is_finite(self._finish(pointer))
 
-    def destroy(self, handle: ctypes.c_void_p) -> None:
+    def destroy(self, pointer: ctypes.c_void_p) -> None:
         """End the engine's threads and free its memory."""
-        self.library.ranker_destroy(handle)
+        self.library.ranker_destroy(pointer)
 
 
 def open_library(path: Path, structs: Sequence[type[ctypes.Structure]]) -> ctypes.CDLL:

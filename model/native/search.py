@@ -44,7 +44,7 @@ class NativeIndex:
     ) -> None:
         """vectors: float32 `[n, D]`, C-ordered, finite. `threads` 0: `usable_threads`; `kind`: the vector instructions. `library`: that of
         another index, in place of building or finding one."""
-        self._handle: ctypes.c_void_p | None = None
+        self._pointer: ctypes.c_void_p | None = None
         if vectors.dtype != np.float32 or not vectors.flags.c_contiguous or vectors.ndim != 2 or not len(vectors):
             raise ValueError("vectors must be C-ordered float32 [n, D], one row at least")
         self.note = ""
@@ -56,11 +56,11 @@ class NativeIndex:
             library.search_destroy.argtypes = (Pointer,)
         self.library = library
         self._vectors = vectors
-        self._handle = ctypes.c_void_p()
+        self._pointer = ctypes.c_void_p()
         rows, width = (Int64(size) for size in vectors.shape)
         count = Int64(threads or usable_threads())
         status = self.library.search_create(
-            Pointer(vectors.ctypes.data), rows, width, count, ctypes.byref(self._handle)
+            Pointer(vectors.ctypes.data), rows, width, count, ctypes.byref(self._pointer)
         )
         check_status(status, "make an index")
 
@@ -69,7 +69,7 @@ class NativeIndex:
 
     def search(self, wishes: Sequence[Wish]) -> list[Hits]:
         """The best rows for each wish. A row's score has the same bits whatever else is searched for, and wherever it stands."""
-        if self._handle is None:
+        if self._pointer is None:
             raise EngineError("the index is closed")
         arrays, results = [], []
         count, width = self._vectors.shape
@@ -84,7 +84,7 @@ class NativeIndex:
                 query.ctypes.data, None if visible is None else visible.ctypes.data, k, wish.least, 0, 0, 0,
                 rows.ctypes.data, scores.ctypes.data,
             )  # fmt: skip
-        check_status(self.library.search_run(self._handle, ctypes.addressof(wish_structs), len(wishes)), "search")
+        check_status(self.library.search_run(self._pointer, ctypes.addressof(wish_structs), len(wishes)), "search")
         return [
             Hits(rows[: wish_struct.found], scores[: wish_struct.found], wish_struct.seen, wish_struct.scored)
             for wish_struct, (rows, scores) in zip(wish_structs, results, strict=True)
@@ -92,9 +92,9 @@ class NativeIndex:
 
     def close(self) -> None:
         """End its threads and free its rows."""
-        if self._handle is not None:
-            self.library.search_destroy(self._handle)
-            self._handle = None
+        if self._pointer is not None:
+            self.library.search_destroy(self._pointer)
+            self._pointer = None
 
     def __del__(self) -> None:
         self.close()

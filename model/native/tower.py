@@ -44,8 +44,8 @@ class NativeTower:
         self._kernel = load_kernel(kernel_directory, vectors=vectors, only_if_fast=only_if_fast)
         self._kernel.enable_tiles()
         self._packed = pack(towers, dtype, self._kernel.strip())
-        self._handle: ctypes.c_void_p | None
-        self._handle, granted_threads = self._kernel.create(
+        self._pointer: ctypes.c_void_p | None
+        self._pointer, granted_threads = self._kernel.create(
             self._packed.model, threads or usable_threads(), bf16=dtype is torch.bfloat16
         )
         head, config = self._config.head_width, self._config
@@ -57,7 +57,7 @@ class NativeTower:
 
     def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
         """Unit vectors `[B, D]`; zero for a context without any valid token."""
-        if self._handle is None:
+        if self._pointer is None:
             raise EngineError("the user tower is closed")
         rows = [ContextRows(context, self._config) for context in contexts]
         outputs = [np.empty((job.rows, self._config.width), np.float32) for job in rows]
@@ -69,14 +69,14 @@ class NativeTower:
                 key_buffers.append(keys)
                 jobs.append(job.packed(blocks, keys.ctypes.data, output.ctypes.data))
         if jobs:
-            self._kernel.forward(self._handle, arguments_of(jobs, [], [b""] * 5, [0] * 3))
+            self._kernel.forward(self._pointer, arguments_of(jobs, [], [b""] * 5, [0] * 3))
         return np.stack([mean_direction(output) for output in outputs])
 
     def close(self) -> None:
         """Free the kernel's memory."""
-        if self._handle is not None:
-            self._kernel.destroy(self._handle)
-            self._handle = None
+        if self._pointer is not None:
+            self._kernel.destroy(self._pointer)
+            self._pointer = None
 
 
 def mean_direction(outputs: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -130,10 +130,10 @@ def _reason(
                 f"{check_seconds:g} s after it had compiled" if has_compiled else f"{compile_seconds:g} s, compiling"
             )
             return f"the trial was not done after {stage}"
-        chunk = os.read(child.stdout.fileno(), 65536)
-        if not chunk:
+        piece = os.read(child.stdout.fileno(), 65536)
+        if not piece:
             break
-        received += chunk
+        received += piece
         if not has_compiled and COMPILED in received.splitlines(keepends=True):
             has_compiled, deadline = True, time.monotonic() + check_seconds
     with suppress(ValueError, KeyError, TypeError, IndexError):

@@ -99,12 +99,12 @@ def _made(seed: int, version: str, leave_out: tuple[str, ...], actions: tuple[st
         width = values["texts"].shape[2]
     vectors = encode(encoder, values["post_ids"].view(np.uint64), values["author_ids"].view(np.uint64))
 
-    def chunks(name: str) -> list[Tensor]:
+    def pieces(name: str) -> list[Tensor]:
         return [vectors if name == "vectors" else torch.from_numpy(values[name])]
 
     topics = TOPICS if "topics" in values else ()
     write_corpus(
-        corpus, CorpusLabels("posts", version), encoder, POSTS, list(values), chunks, lambda: topics, text_width=width
+        corpus, CorpusLabels("posts", version), encoder, POSTS, list(values), pieces, lambda: topics, text_width=width
     )
     return directory
 

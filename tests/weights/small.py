@@ -12,13 +12,13 @@ from typing import Any
 from weights.format.manifest import signed
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
-from weights.synthetic.random_weights import mini_config, random_chunks
+from weights.synthetic.random_weights import mini_config, random_pieces
 
 
 def write_small(path: Path, seed: int) -> None:
     """A small valid checkpoint. Two of its tables have the same shape, so that no check of shapes tells them apart."""
     config = replace(mini_config(seed, (40, 40, 41), continuous_actions=2), width=16, layers=1, head_width=4)
-    write_checkpoint(path, config, random_chunks(config, seed), labels_for(config, "small"))
+    write_checkpoint(path, config, random_pieces(config, seed), labels_for(config, "small"))
 
 
 def sign(path: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None) -> None:

@@ -19,7 +19,7 @@ from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
-from weights.synthetic.random_weights import mini_config, random_chunks, random_ranker
+from weights.synthetic.random_weights import mini_config, random_pieces, random_ranker
 
 CONFIG = mini_config(3, (50, 60, 70), continuous_actions=2)
 NAMES = [f"action_{index}" for index in range(19)]
@@ -91,7 +91,7 @@ def written_large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose user table is long enough to be mapped."""
     path = tmp_path_factory.mktemp("large") / "checkpoint"
     config = replace(mini_config(5, (300_000, 40, 41)), width=16, layers=1, head_width=4)
-    write_checkpoint(path, config, random_chunks(config, 5), labels_for(config, "large"))
+    write_checkpoint(path, config, random_pieces(config, 5), labels_for(config, "large"))
     return path
 
 

@@ -85,7 +85,7 @@ def import_(
         weights = score_weights_of(score_weights, names)
         labels = importer.labels_for(config, name or label_of(out), version, names, weights, ids)
         manifest = writer.write_checkpoint(
-            out, config, model.chunks, labels, table_dtype=tables, replace=replace, progress=partial(bar, "Importing")
+            out, config, model.pieces, labels, table_dtype=tables, replace=replace, progress=partial(bar, "Importing")
         )
     if isinstance(config, RetrievalConfig):
         outputs = (

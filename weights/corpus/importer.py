@@ -84,7 +84,7 @@ class Posts:
         if CODES in self.columns:
             yield from self.column(CODES)
         else:
-            yield from (torch.zeros(len(chunk), 0, dtype=torch.int32) for chunk in self.column("post_ids"))
+            yield from (torch.zeros(len(piece), 0, dtype=torch.int32) for piece in self.column("post_ids"))
 
     def check_codes(self, config: ModelConfig) -> None:
         """Raises CheckpointError, which names the row, for content codes that these towers do not have; for towers without codes, those
@@ -95,10 +95,10 @@ class Posts:
 
     def _check_each(self, name: str, problem_of: Callable[[NDArray[np.int64]], Problem | None]) -> None:
         rows = 0
-        for chunk in self.column(name):
-            if (problem := problem_of(chunk.numpy())) is not None:
+        for piece in self.column(name):
+            if (problem := problem_of(piece.numpy())) is not None:
                 raise CheckpointError(f"{self.place(rows + problem[0])}: {name} {problem[1]}.")
-            rows += len(chunk)
+            rows += len(piece)
 
     def place(self, row: int) -> str:
         """Where a row is, for people, who count from 1."""
@@ -110,8 +110,8 @@ class Posts:
 
     def _topics(self) -> Iterator[Tensor]:
         self._topic_index.clear()
-        for chunk in self._lines() if self._topics_file else self._texts():
-            names, inverse = np.unique(chunk, return_inverse=True)
+        for piece in self._lines() if self._topics_file else self._texts():
+            names, inverse = np.unique(piece, return_inverse=True)
             places = [self._topic_index.setdefault(str(name), len(self._topic_index)) if name else -1 for name in names]
             yield torch.from_numpy(np.array(places, np.int32)[inverse])
 
@@ -234,14 +234,14 @@ def make_corpus(
         check_rows(source, encoder)
     width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype
 
-    def chunks(tensor: str) -> Iterator[Tensor]:
+    def pieces(tensor: str) -> Iterator[Tensor]:
         if tensor != VECTORS:
             return source.column(tensor)
         return encoded(source, encoder) if encode else source.vectors(width)
 
     half = encode and table is torch.bfloat16
     return write_corpus(
-        out, labels, encoder, source.posts, source.columns, chunks, source.topic_names,
+        out, labels, encoder, source.posts, source.columns, pieces, source.topic_names,
         dtype="bfloat16" if half else "float32", text_width=source.text_width, code_levels=source.code_levels, replace=replace,
         progress=progress,
     )  # fmt: skip
@@ -249,9 +249,9 @@ def make_corpus(
 
 def encoded(source: Posts, encoder: Encoder) -> Iterator[Tensor]:
     """The candidate tower's vectors of every post, in order."""
-    # arrays with rows of equal size come in chunks of equal length
+    # arrays with rows of equal size come in pieces of equal length
     for columns in zip(source.column("post_ids"), source.column("author_ids"), source.codes(), strict=True):
-        posts, authors = (chunk.numpy().view(np.uint64) for chunk in columns[:2])
+        posts, authors = (piece.numpy().view(np.uint64) for piece in columns[:2])
         codes = columns[2].numpy().astype(np.int64)
         for start in range(0, len(posts), ENCODED_ROWS):
             rows = slice(start, start + ENCODED_ROWS)
@@ -280,7 +280,7 @@ def check_rows(source: Posts, encoder: Encoder) -> None:
     """Raises CheckpointError if the file's vectors differ from the candidate tower's for the same posts (a sample of rows)."""
     sampled_rows = np.unique(np.linspace(0, source.posts - 1, min(CHECKED_ROWS, source.posts)).astype(np.int64))
     posts, authors = (
-        np.concatenate([chunk.view(np.uint64) for chunk in _picked(source.column(name), sampled_rows)])
+        np.concatenate([piece.view(np.uint64) for piece in _picked(source.column(name), sampled_rows)])
         for name in ("post_ids", "author_ids")
     )
     codes = np.concatenate(list(_picked(source.codes(), sampled_rows))).astype(np.int64)
@@ -310,12 +310,12 @@ def check_texts(stored: StoredCorpus) -> None:
             raise CheckpointError(f"Corpus {stored.path} is refused: it has texts that are not those of its ids.")
 
 
-def _picked(chunks: Iterator[Tensor], chosen_rows: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
+def _picked(pieces: Iterator[Tensor], chosen_rows: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
     start = 0
-    for chunk in chunks:
-        rows = chosen_rows[(chosen_rows >= start) & (chosen_rows < start + len(chunk))] - start
-        yield chunk.numpy()[rows]
-        start += len(chunk)
+    for piece in pieces:
+        rows = chosen_rows[(chosen_rows >= start) & (chosen_rows < start + len(piece))] - start
+        yield piece.numpy()[rows]
+        start += len(piece)
 
 
 def _compare(

@@ -45,7 +45,7 @@ def write_snapshot(directory: Path, out: Path) -> CorpusManifest:
         code_levels = columns[CODES][0].shape[1] if CODES in columns else 0
         tensors = corpus_tensors(columns, posts, corpus.width, dtype, text_width=text_width, code_levels=code_levels)
 
-        def chunks(name: str) -> Iterator[Tensor]:
+        def pieces(name: str) -> Iterator[Tensor]:
             if name != VECTORS:
                 yield from (torch.from_numpy(part.copy()) for part in columns[name])
                 return
@@ -54,7 +54,7 @@ def write_snapshot(directory: Path, out: Path) -> CorpusManifest:
             yield torch.from_numpy(change.posts.vectors.copy())
 
         with written_beside(out) as partial:
-            files = write_files(partial, tensors, chunks)
+            files = write_files(partial, tensors, pieces)
             manifest = msgspec.structs.replace(
                 stored.manifest,
                 version=stored.manifest.label(change.mark),

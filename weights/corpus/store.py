@@ -127,7 +127,7 @@ def write_corpus(
     encoder: Encoder,
     posts: int,
     columns: Sequence[str],
-    chunks: Callable[[str], Iterable[Tensor]],
+    pieces: Callable[[str], Iterable[Tensor]],
     topics: Callable[[], Sequence[str]] = tuple,
     *,
     dtype: TableDtype = "float32",
@@ -136,7 +136,7 @@ def write_corpus(
     replace: bool = False,
     progress: Progress | None = None,
 ) -> CorpusManifest:
-    """Write `path` from `chunks(tensor)`, which gives the elements of `vectors` and each column in order, in chunks of any size.
+    """Write `path` from `pieces(tensor)`, which gives the elements of `vectors` and each column in order, in pieces of any size.
 
     `topics` is called for the names after the column has been written; `text_width` is W of the column `texts`, `code_levels` q of `codes`.
     Written to a temporary directory and renamed, so a reader sees all or nothing.
@@ -169,7 +169,7 @@ def write_corpus(
         planned = {entry.file: FileEntry("0" * 64, 0) for entry in tensors.values()}
         described(topics=(), files=planned)  # refuses labels before all posts are encoded
         with written_beside(path, replace=replace) as partly:
-            files = write_files(partly, tensors, chunks, progress)
+            files = write_files(partly, tensors, pieces, progress)
             manifest = described(topics=tuple(topics()), files=files).versioned()
             write_file(partly / MANIFEST_NAME, manifest.to_json())
         for left in path.glob("changes-*"):  # of the corpus that was replaced

@@ -30,7 +30,7 @@ Buffer = Any  # a writable mmap or bytearray, as torch.frombuffer wants it; the 
 Progress = Callable[[int, int], None]
 """Called with bytes done and total bytes, from several threads but never concurrently."""
 
-CHUNK_BYTES = 2**20  # small enough to be read, hashed and checked in the processor's cache
+PIECE_BYTES = 2**20  # small enough to be read, hashed and checked in the processor's cache
 _ALIGNMENT_BYTES = 64  # data starts on a cache line, so table rows touch as few lines as possible
 _STORED = {"F32": "float32", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
 _TORCH = {name: getattr(torch, name) for name in _STORED.values()}
@@ -91,22 +91,22 @@ def scan(
     """Read a file from its start. Return its SHA-256 in hex and the first tensor with a NaN or infinity, or None.
 
     `tensors` are its `stored_tensors`. `keep`, a buffer as long as the file, receives the data at its offsets.
-    `advance` is called with the bytes of each chunk. Raises CheckpointError when the file ends early.
+    `advance` is called with the bytes of each piece. Raises CheckpointError when the file ends early.
     """
     header = bytearray(min((tensor.start for tensor in tensors.values()), default=0))
     file.seek(0)
     _fill(file, header)
     digest = hashlib.sha256(header)
-    scratch = memoryview(bytearray(0 if keep else CHUNK_BYTES))
+    scratch = memoryview(bytearray(0 if keep else PIECE_BYTES))
     corrupted = None
     for name, tensor in tensors.items():
-        for place in range(0, tensor.bytes, CHUNK_BYTES):
-            count = min(CHUNK_BYTES, tensor.bytes - place)
+        for place in range(0, tensor.bytes, PIECE_BYTES):
+            count = min(PIECE_BYTES, tensor.bytes - place)
             start = tensor.start + place
-            chunk = memoryview(keep)[start : start + count] if keep else scratch[:count]
-            _fill(file, chunk)
-            digest.update(chunk)  # releases the interpreter lock, so files are hashed in parallel
-            if corrupted is None and not is_finite(torch.frombuffer(chunk, dtype=_TORCH[tensor.dtype])):
+            piece = memoryview(keep)[start : start + count] if keep else scratch[:count]
+            _fill(file, piece)
+            digest.update(piece)  # releases the interpreter lock, so files are hashed in parallel
+            if corrupted is None and not is_finite(torch.frombuffer(piece, dtype=_TORCH[tensor.dtype])):
                 corrupted = name
             advance(count)
     return digest.hexdigest(), corrupted
@@ -152,12 +152,12 @@ def advancing(progress: Progress | None, total: int) -> Callable[[int], None]:
 def write_tensors(
     path: Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    chunks: Callable[[str], Iterable[Tensor]],
+    pieces: Callable[[str], Iterable[Tensor]],
     advance: Callable[[int], None] = lambda count: None,
 ) -> FileEntry:
-    """Write tensors, name → (dtype, shape), in this order to a new file; `chunks(name)` gives the elements in order.
+    """Write tensors, name → (dtype, shape), in this order to a new file; `pieces(name)` gives the elements in order.
 
-    `advance` is called with the bytes of each chunk. Chunks may have any size, shape, convertible dtype and device; each is
+    `advance` is called with the bytes of each piece. Pieces may have any size, shape, convertible dtype and device; each is
     converted, checked, hashed and written in turn. Raises CheckpointError for values that are not
     finite in the file's dtype, and for too many or too few values.
     """
@@ -174,8 +174,8 @@ def write_tensors(
         file.write(prefix)
         for name, (dtype, shape) in tensors.items():
             left = math.prod(shape)
-            for chunk in chunks(name):
-                values = chunk.detach().to("cpu", _TORCH[dtype]).reshape(-1)
+            for piece in pieces(name):
+                values = piece.detach().to("cpu", _TORCH[dtype]).reshape(-1)
                 if not len(values):
                     continue  # its stride may be 0, and its bytes no view
                 left -= len(values)

@@ -50,7 +50,7 @@ class Labels:
 def write_checkpoint(
     path: str | Path,
     config: ModelConfig,
-    chunks: Callable[[str], Iterable[Tensor]],
+    pieces: Callable[[str], Iterable[Tensor]],
     labels: Labels,
     *,
     table_dtype: TableDtype = "float32",
@@ -58,7 +58,7 @@ def write_checkpoint(
     replace: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in chunks of any size.
+    """Write `path` from `pieces(name)`, which gives the elements of a tensor in order, in pieces of any size.
 
     Written to a temporary directory and renamed, so a reader sees all or nothing. `extras` are further files, such as an example.
     An existing checkpoint is replaced only with `replace`; other files in its directory are kept.
@@ -74,7 +74,7 @@ def write_checkpoint(
             for name, shape in expected_shapes(config).items()
         }
         with written_beside(path, replace=replace) as partial:
-            manifest = Manifest(**values, files=write_files(partial, tensors, chunks, progress), tensors=tensors)
+            manifest = Manifest(**values, files=write_files(partial, tensors, pieces, progress), tensors=tensors)
             manifest = manifest.versioned()
             for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
                 write_file(partial / name, content)
@@ -152,15 +152,15 @@ def check_target(path: Path, *, replace: bool | None) -> None:
 def write_files(
     directory: Path,
     tensors: Mapping[str, TensorEntry],
-    chunks: Callable[[str], Iterable[Tensor]],
+    pieces: Callable[[str], Iterable[Tensor]],
     progress: Progress | None = None,
 ) -> dict[str, FileEntry]:
-    """Write the files of these tensors and sync them to disk; `chunks` as in `write_checkpoint`."""
+    """Write the files of these tensors and sync them to disk; `pieces` as in `write_checkpoint`."""
     files = {}
     advance = advancing(progress, sum(StoredTensor(entry.dtype, entry.shape, 0).bytes for entry in tensors.values()))
     for file in sorted({entry.file for entry in tensors.values()}):
         inside = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
-        files[file] = write_tensors(directory / file, inside, chunks, advance)
+        files[file] = write_tensors(directory / file, inside, pieces, advance)
     return files
 
 

@@ -20,7 +20,7 @@ from weights.actions import RELEASED_DWELL_INDEX, continuous_outputs, default_sc
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, is_table
 from weights.format.manifest import parse_json_object
-from weights.format.tensorfile import CHUNK_BYTES, is_finite
+from weights.format.tensorfile import PIECE_BYTES, is_finite
 from weights.format.writer import Labels
 from weights.git_lfs import pointer_problem
 from weights.published.npz import FLOAT32, NpzFile
@@ -89,15 +89,15 @@ class PublishedModel:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def chunks(self, name: str) -> Iterator[Tensor]:
+    def pieces(self, name: str) -> Iterator[Tensor]:
         """The float32 elements of tensor `name` in order, in pieces of about 1 MiB."""
         archive = self._tables if is_table(name) else self._params
         published = published_name(name, self._is_retrieval)
         values = torch.from_numpy(archive.array(published, FLOAT32, self.shapes[name])).flatten()
-        for chunk in values.split(CHUNK_BYTES // FLOAT32.itemsize):
-            if not is_finite(chunk):
+        for piece in values.split(PIECE_BYTES // FLOAT32.itemsize):
+            if not is_finite(piece):
                 raise CheckpointError(f"{archive.path}: array {published} holds a NaN or an infinity.")
-            yield chunk
+            yield piece
 
     def _read_config(
         self, ignore: Collection[str], context_attention: ContextAttention | None

@@ -15,7 +15,7 @@ from model.ranker import Ranker
 from model.retrieval.towers import Towers
 from weights.format.layout import empty_model, expected_shapes, is_table
 
-_CHUNK_ELEMENTS = 2**18
+_PIECE_ELEMENTS = 2**18
 _MODULUS = 2**61 - 1
 
 
@@ -47,35 +47,35 @@ def mini_config(seed: int, rows: tuple[int, int, int], continuous_actions: int =
     )
 
 
-def random_chunks(config: ModelConfig, seed: int) -> Callable[[str], Iterator[Tensor]]:
-    """Return a function from a tensor's name to its values, in flat float32 chunks of at most 1 MiB.
+def random_pieces(config: ModelConfig, seed: int) -> Callable[[str], Iterator[Tensor]]:
+    """Return a function from a tensor's name to its values, in flat float32 pieces of at most 1 MiB.
 
     Norm scales are near 1, biases near 0; embeddings have deviation 0.5; matrices keep the scale of their inputs, so every input moves
     every score. The values depend on seed, name and shape only.
     """
     shapes = expected_shapes(config)
 
-    def chunks(name: str) -> Iterator[Tensor]:
+    def pieces(name: str) -> Iterator[Tensor]:
         shape = shapes[name]
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         left = math.prod(shape)
         while left:
-            values = torch.from_numpy(rng.standard_normal(min(left, _CHUNK_ELEMENTS), dtype=np.float32))
+            values = torch.from_numpy(rng.standard_normal(min(left, _PIECE_ELEMENTS), dtype=np.float32))
             left -= len(values)
             if len(shape) == 1:
                 yield values.mul_(0.1).add_(0 if name.endswith("_bias") else 1)
             else:
                 yield values.mul_(0.5 if name.endswith("_table") or is_table(name) else shape[0] ** -0.5)
 
-    return chunks
+    return pieces
 
 
 def random_model(config: ModelConfig, seed: int) -> Ranker | Towers:
-    """A model in memory with the weights of `random_chunks`, without gradients."""
+    """A model in memory with the weights of `random_pieces`, without gradients."""
     model = empty_model(config).to_empty(device="cpu").requires_grad_(False)
-    chunks = random_chunks(config, seed)
+    pieces = random_pieces(config, seed)
     for name, tensor in model.state_dict().items():
-        tensor.copy_(torch.cat(list(chunks(name))).view(tensor.shape))
+        tensor.copy_(torch.cat(list(pieces(name))).view(tensor.shape))
     return model
 
 

@@ -26,7 +26,7 @@ from tests.weights.call import call
 from weights.actions import DWELL_TIME, STANDARD_ACTIONS, default_score_weights
 from weights.corpus.store import load_corpus
 from weights.format.writer import Labels, write_checkpoint
-from weights.synthetic.random_weights import mini_config, random_chunks, retrieval_config
+from weights.synthetic.random_weights import mini_config, random_pieces, retrieval_config
 
 LEVELS, VALUES, POSTS = 3, 16, 40
 CODES = [5, 16, 1]
@@ -43,10 +43,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = replace(mini_config(1, (50, 60, 40), continuous_actions=1), **small, history_length=8)
     coded = replace(config, code_levels=LEVELS, code_values=VALUES)
     labels = Labels("r", STANDARD_ACTIONS, (DWELL_TIME,), default_score_weights(STANDARD_ACTIONS))
-    write_checkpoint(root / "ranker", coded, random_chunks(coded, 1), labels)
-    write_checkpoint(root / "plain", config, random_chunks(config, 1), labels)
+    write_checkpoint(root / "ranker", coded, random_pieces(coded, 1), labels)
+    write_checkpoint(root / "plain", config, random_pieces(config, 1), labels)
     towers = retrieval_config(coded)
-    write_checkpoint(root / "towers", towers, random_chunks(towers, 2), Labels("t", STANDARD_ACTIONS, (), {}))
+    write_checkpoint(root / "towers", towers, random_pieces(towers, 2), Labels("t", STANDARD_ACTIONS, (), {}))
     rng = np.random.default_rng(1)
     codes = rng.integers(1, VALUES + 1, (POSTS, LEVELS)).tolist()
     rows = [

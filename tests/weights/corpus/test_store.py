@@ -47,14 +47,14 @@ def arrays() -> dict[str, Tensor]:
 def write(
     path: Path, encoder: Encoder, values: dict[str, Tensor], position: str = "", **options: Any
 ) -> CorpusManifest:
-    def chunks(name: str) -> Iterable[Tensor]:
+    def pieces(name: str) -> Iterable[Tensor]:
         return torch.split(values[name], 33)
 
     columns = [name for name in ("post_ids", "author_ids", "created_at", "topics", "codes") if name in values]
     if "codes" in values:
         options |= {"code_levels": values["codes"].shape[1]}
     labels = CorpusLabels("posts", position=position)
-    return write_corpus(path, labels, encoder, POSTS, columns, chunks, lambda: ("a", "b", "c"), **options)
+    return write_corpus(path, labels, encoder, POSTS, columns, pieces, lambda: ("a", "b", "c"), **options)
 
 
 def test_it_is_read_back(encoder: Encoder, tmp_path: Path) -> None:

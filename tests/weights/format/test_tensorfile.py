@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weights.format.tensorfile import CHUNK_BYTES, scan, stored_tensors, write_tensors
+from weights.format.tensorfile import PIECE_BYTES, scan, stored_tensors, write_tensors
 
 
 def scanned(path: Path, keep: bytearray | None = None) -> tuple[str, str | None]:
@@ -18,8 +18,8 @@ def scanned(path: Path, keep: bytearray | None = None) -> tuple[str, str | None]
 
 
 @pytest.mark.parametrize(("dtype", "item_bytes"), [("float32", 4), ("bfloat16", 2)])
-def test_a_bad_number_in_any_chunk_is_named(tmp_path: Path, dtype: str, item_bytes: int) -> None:
-    count = 2 * CHUNK_BYTES // item_bytes + 3
+def test_a_bad_number_in_any_piece_is_named(tmp_path: Path, dtype: str, item_bytes: int) -> None:
+    count = 2 * PIECE_BYTES // item_bytes + 3
     path, sizes = tmp_path / "x.safetensors", {"a": 3, "b": count}
     shapes = {name: (dtype, (size,)) for name, size in sizes.items()}
     entry = write_tensors(path, shapes, lambda name: [torch.arange(sizes[name]) % 251])
@@ -28,7 +28,7 @@ def test_a_bad_number_in_any_chunk_is_named(tmp_path: Path, dtype: str, item_byt
     data = sum(sizes.values()) * item_bytes
     assert kept[-data:] == path.read_bytes()[-data:]
     infinity = torch.tensor([float("-inf")], dtype=getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
-    for element in (0, CHUNK_BYTES // item_bytes, count - 1):
+    for element in (0, PIECE_BYTES // item_bytes, count - 1):
         for number in (b"\xff" * item_bytes, infinity):  # the first is a NaN
             raw = bytearray(path.read_bytes())
             start = len(raw) - (count - element) * item_bytes

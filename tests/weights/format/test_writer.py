@@ -18,7 +18,7 @@ from weights.errors import CheckpointError
 from weights.format import writer
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
-from weights.synthetic.random_weights import mini_config, random_chunks
+from weights.synthetic.random_weights import mini_config, random_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 CONFIG = mini_config(0, (20, 21, 22))
@@ -26,7 +26,7 @@ LABELS = labels_for(CONFIG, "x")
 
 
 def write(path: Path, seed: int = 0, **options: object) -> str:
-    return write_checkpoint(path, CONFIG, random_chunks(CONFIG, seed), LABELS, **options).digest  # type: ignore[arg-type]
+    return write_checkpoint(path, CONFIG, random_pieces(CONFIG, seed), LABELS, **options).digest  # type: ignore[arg-type]
 
 
 def test_an_empty_directory_is_used_and_others_may_read_it(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_is_told_and_leaves_the_old_one_and_no_rest(tmp_path: Path, fault: str) -> None:
     digest = write(tmp_path / "c")
-    good = random_chunks(CONFIG, 1)
+    good = random_pieces(CONFIG, 1)
 
-    def chunks(name: str) -> Iterator[Tensor]:
+    def pieces(name: str) -> Iterator[Tensor]:
         if name != "tables.user":
             yield from good(name)
         elif fault == "full disk":
@@ -89,7 +89,7 @@ def test_a_failure_is_told_and_leaves_the_old_one_and_no_rest(tmp_path: Path, fa
             yield from (values * torch.nan if fault == "nan" else values).split(999)
 
     with pytest.raises(CheckpointError, match=FAULTS[fault]):
-        write_checkpoint(tmp_path / "c", CONFIG, chunks, LABELS, replace=True)
+        write_checkpoint(tmp_path / "c", CONFIG, pieces, LABELS, replace=True)
     assert load_checkpoint(tmp_path / "c").manifest.digest == digest
     assert os.listdir(tmp_path) == ["c"]
 
@@ -138,15 +138,15 @@ def test_a_replacement_that_was_killed_is_ended_by_the_next_run(tmp_path: Path, 
 def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path) -> None:
     others: list[str] = []
 
-    def chunks(name: str) -> Iterator[Tensor]:
+    def pieces(name: str) -> Iterator[Tensor]:
         others.extend([] if others else [write(tmp_path / "c", seed=1)])
-        yield from random_chunks(CONFIG, 0)(name)
+        yield from random_pieces(CONFIG, 0)(name)
 
     with pytest.raises(CheckpointError, match="c is not written: another process has written it meanwhile"):
-        write_checkpoint(tmp_path / "c", CONFIG, chunks, LABELS)
+        write_checkpoint(tmp_path / "c", CONFIG, pieces, LABELS)
     assert [load_checkpoint(tmp_path / "c").manifest.digest] == others
     assert os.listdir(tmp_path) == ["c"]
-    asked = write_checkpoint(tmp_path / "c", CONFIG, random_chunks(CONFIG, 0), LABELS, replace=True)
+    asked = write_checkpoint(tmp_path / "c", CONFIG, random_pieces(CONFIG, 0), LABELS, replace=True)
     assert load_checkpoint(tmp_path / "c").manifest.digest == asked.digest
 
 
@@ -173,9 +173,9 @@ def test_leavings_of_a_dead_process_go_and_of_a_living_one_stay(tmp_path: Path) 
 
 
 def test_bad_names_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    def chunks(name: str) -> Iterator[Tensor]:
+    def pieces(name: str) -> Iterator[Tensor]:
         raise AssertionError("weights were asked for")
 
     with pytest.raises(CheckpointError, match="needs 19 different action names"):
-        write_checkpoint(tmp_path / "c", CONFIG, chunks, labels_for(CONFIG, "x", "", ["only"]))
+        write_checkpoint(tmp_path / "c", CONFIG, pieces, labels_for(CONFIG, "x", "", ["only"]))
     assert not list(tmp_path.iterdir())

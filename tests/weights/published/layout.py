@@ -12,14 +12,14 @@ from numpy.lib import format as npy
 from model.config import ModelConfig
 from weights.format.layout import expected_shapes, is_table
 from weights.published.importer import CONFIG_FILE, ENTITIES, OPTIONAL, PARAMS_FILE, SIZES, TABLES_FILE, published_name
-from weights.synthetic.random_weights import random_chunks
+from weights.synthetic.random_weights import random_pieces
 
 
 def write_published(directory: Path, config: ModelConfig, seed: int) -> None:
     """Write config.json and the two npz files of a random ranker, streaming the tables. `directory` must not exist."""
     directory.mkdir(parents=True)
     (directory / CONFIG_FILE).write_text(json.dumps(published_keys(config), indent=1))
-    chunks = random_chunks(config, seed)
+    pieces = random_pieces(config, seed)
     shapes = expected_shapes(config)
     for file, tables, method in (
         (PARAMS_FILE, False, zipfile.ZIP_DEFLATED),
@@ -31,8 +31,8 @@ def write_published(directory: Path, config: ModelConfig, seed: int) -> None:
                 info.compress_type = method
                 with archive.open(info, "w", force_zip64=True) as member:
                     npy.write_array_header_1_0(member, {"descr": "<f4", "fortran_order": False, "shape": shapes[name]})
-                    for chunk in chunks(name):
-                        member.write(chunk.numpy().data)
+                    for piece in pieces(name):
+                        member.write(piece.numpy().data)
 
 
 def published_keys(config: ModelConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from weights.synthetic.random_weights import mini_config, random_ranker
 def brought_in(source: Path, out: Path, tables: TableDtype = "float32", **options: Any) -> Checkpoint:
     """Import and load."""
     with PublishedModel(source, **options) as ranker:
-        write_checkpoint(out, ranker.config, ranker.chunks, labels_for(ranker.config, "x"), table_dtype=tables)
+        write_checkpoint(out, ranker.config, ranker.pieces, labels_for(ranker.config, "x"), table_dtype=tables)
     return load_checkpoint(out)
 
 

@@ -10,7 +10,7 @@ import typer
 from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
 from weights.lab.commands.joining import seconds_of
-from weights.lab.commands.training import REFUSED, Set, given_values, time_of, with_settings
+from weights.lab.commands.training import REFUSED, Set, assigned_values, time_of, with_settings
 
 EXIT_REFUSED = 3
 
@@ -89,7 +89,7 @@ def refresh(
                 memory=memory,
             )
             settings = TurnSettings(
-                join, with_settings(GateSettings(), bound), nights, held_out, keep, seed, given_values(set_)
+                join, with_settings(GateSettings(), bound), nights, held_out, keep, seed, assigned_values(set_)
             )
             with progress_bar() as bar:
                 result = take_turn(places, settings, say, bar)

@@ -122,7 +122,7 @@ def log_(
 ) -> None:
     """Look at a log and print what `train` would decide from it, and why. Trains nothing."""
     with refusals(*REFUSED):
-        chosen = _given(until, set_)
+        chosen = _plan_arguments(until, set_)
         impressions = _read(log, ids, _base(chosen[2]).product_surfaces, cache)
         plan = _plan(impressions, 1, chosen)
         _say_plan(plan, impressions, plan.config)
@@ -211,7 +211,7 @@ def train(
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
         if start and (config or preset):
             raise CheckpointError("--start comes with its own architecture: give neither --config nor --preset.")
-        chosen = _given(until, set_)
+        chosen = _plan_arguments(until, set_)
         changed = _changed(read_json(config, dict) if config else {}, chosen[2])
         if start and (shape := chosen[2].keys() & {*_names(ModelConfig), *TABLES}):
             raise CheckpointError(
@@ -238,7 +238,7 @@ def train(
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
-        share = _kept(kept)
+        share = _kept_share(kept)
         runs = list[TrainedRun]()
         candidates = {
             f"seed-{plan.settings.seed + number}": replace(plan.settings, seed=plan.settings.seed + number)
@@ -301,14 +301,14 @@ def train(
         say(f"To evaluate it: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report")
 
 
-Given = tuple[int | None, bool, dict[str, Any]]
+PlanArguments = tuple[int | None, bool, dict[str, Any]]
 """`--until`, whether anything is held out, and `--set`, as `weights.lab.training.choices.plan` takes them."""
 
 
-def _given(until: str, set_: list[str] | None) -> Given:
+def _plan_arguments(until: str, set_: list[str] | None) -> PlanArguments:
     """Read before the log is, which can take minutes. Raises CheckpointError."""
     hold_out = until != "all"
-    return time_of(until) if until and hold_out else None, hold_out, given_values(set_)
+    return time_of(until) if until and hold_out else None, hold_out, assigned_values(set_)
 
 
 def _base(values: Mapping[str, Any]) -> ModelConfig:
@@ -335,7 +335,7 @@ def _say_plan(plan: Plan, log: Log, config: ModelConfig) -> None:
         say(line)
 
 
-def _plan(log: Log, seed: int, chosen: Given) -> Plan:
+def _plan(log: Log, seed: int, chosen: PlanArguments) -> Plan:
     from weights.lab.training.choices import plan
 
     return plan(log, seed, *chosen)
@@ -384,7 +384,7 @@ def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Seque
     return outputs, dwell_output(outputs)
 
 
-def _kept(kept: float | None) -> float:
+def _kept_share(kept: float | None) -> float:
     """Raises CheckpointError for what is no share."""
     if kept is None:
         return 1.0
@@ -418,7 +418,7 @@ def calibrate_(
         from weights.lab.training.log import aligned
         from weights.lab.training.run import check_split
 
-        share = _kept(kept)
+        share = _kept_share(kept)
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
         start = _since(since, manifest)
@@ -613,7 +613,7 @@ def train_demo(
     say(json.dumps(summary))
 
 
-def given_values(assignments: list[str] | None) -> dict[str, Any]:
+def assigned_values(assignments: list[str] | None) -> dict[str, Any]:
     """`NAME=VALUE` of settings of a run and of the architecture, parsed. Raises CheckpointError for an unknown name or a value of another
     type, ValueError for a value that a setting of a run or a number of rows may not have."""
     from weights.lab.training.settings import ROWS, TrainSettings, check, replaced

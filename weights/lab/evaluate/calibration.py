@@ -39,21 +39,21 @@ def calibrate(
     ranker: Ranker,
     examples: Examples,
     requests: NDArray[np.int64],
-    kept: float = 1.0,
+    kept_share: float = 1.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Fit]:
-    """Fit each action, by name, on these requests. `kept`: the share, above 0 and at most 1, of the impressions without any action that are
-    in the log. Raises LogError if there are no requests."""
+    """Fit each action, by name, on these requests. `kept_share`: the share, above 0 and at most 1, of the impressions without any action
+    that are in the log. Raises LogError if there are no requests."""
     if not len(requests):
         raise LogError("there are no requests to calibrate on")
     probabilities = predict(ranker, examples, requests, progress=progress).probabilities.astype(np.float64)
     logits = _logits(probabilities)
     shown = examples.log.take(rows_of(examples, requests))
-    happened, weights = shown.actions, np.where(shown.actions.any(1), 1.0, 1 / kept)
+    happened, weights = shown.actions, np.where(shown.actions.any(1), 1.0, 1 / kept_share)
     return {
         name: fit(logits[is_known, i], happened[is_known, i], weights[is_known])
         for i, name in enumerate(shown.action_names)
-        for is_known in [shown.known(i)]
+        for is_known in [shown.known_rows(i)]
     }
 
 

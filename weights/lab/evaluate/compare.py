@@ -138,7 +138,7 @@ def _actions(logs: list[Log], probabilities: list[NDArray[np.float32]]) -> dict[
     for column, name in enumerate(logs[0].action_names):
         if name not in logs[1].action_names:
             continue
-        is_known = logs[0].known(column)
+        is_known = logs[0].known_rows(column)
         happened = logs[0].actions[is_known, column]
         both = probabilities[0][is_known, column], probabilities[1][is_known, logs[1].action_names.index(name)]
         if not len(happened):

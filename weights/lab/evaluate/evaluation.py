@@ -310,7 +310,7 @@ def evaluate(
         quality={
             name: Quality.of(test.actions[is_known, i], model.probabilities[is_known, i])
             for i, name in enumerate(names)
-            for is_known in [test.known(i)]
+            for is_known in [test.known_rows(i)]
         },
         score=_score(judge, model.probabilities @ weights, test.actions @ weights, known_worth(test, weights)),
         ablations=_ablations(ranker, examples, sample, headline, progress, corrections),
@@ -419,7 +419,7 @@ def _compared(
     comparisons = []
     for done, action in enumerate(headline):
         name, happened = judge.log.action_names[action], judge.log.actions[:, action]
-        is_known = judge.log.known(action)
+        is_known = judge.log.known_rows(action)
         measured = {
             source: judge.measured(happened, probabilities[action], is_known)
             for source, probabilities in sources.items()
@@ -458,7 +458,7 @@ def _pooled(test: Log, probabilities: Mapping[int, Floats]) -> dict[str, float]:
     return {
         test.action_names[i]: metrics.auc(test.actions[is_known, i], probability[is_known])
         for i, probability in probabilities.items()
-        for is_known in [test.known(i)]
+        for is_known in [test.known_rows(i)]
         if 0 < test.shares[i] < 1
     }
 
@@ -478,23 +478,23 @@ def _ablations(
     corrections: Calibration | None,
 ) -> dict[str, tuple[float, float]]:
     rows = examples.log.take(rows_of(examples, sample))
-    is_known = [rows.known(i) for i in range(len(rows.action_names))]
+    is_known = [rows.known_rows(i) for i in range(len(rows.action_names))]
     judged = [i for i in headline if len(rows.actions[is_known[i]])]
-    result: dict[str, tuple[float, float]] = {}
+    means: dict[str, tuple[float, float]] = {}
     for name in ABLATIONS:
         shown = partial(progress, f"ablation: {name}")
-        values = predict(ranker, examples, sample, name, progress=shown, corrections=corrections).probabilities
-        losses = [metrics.log_loss(rows.actions[is_known[i], i], values[is_known[i], i]) for i in judged]
-        aucs = [metrics.auc(rows.actions[is_known[i], i], values[is_known[i], i]) for i in judged]
-        result[name] = (metrics.mean(aucs), metrics.mean(losses))
-    return result
+        probabilities = predict(ranker, examples, sample, name, progress=shown, corrections=corrections).probabilities
+        losses = [metrics.log_loss(rows.actions[is_known[i], i], probabilities[is_known[i], i]) for i in judged]
+        aucs = [metrics.auc(rows.actions[is_known[i], i], probabilities[is_known[i], i]) for i in judged]
+        means[name] = (metrics.mean(aucs), metrics.mean(losses))
+    return means
 
 
 def _groups(
     train: Log, test: Log, sources: Mapping[str, Mapping[int, Floats]], headline: list[int]
 ) -> dict[str, tuple[float, dict[str, float]]]:
     """New and known users, posts and authors apart: the groups that the test period has, where some action has both outcomes."""
-    result = {}
+    aucs_of_groups = {}
     for kind in ("user", "post", "author"):
         is_old = np.isin(getattr(test, f"{kind}_id"), getattr(train, f"{kind}_id"))
         for name, rows in ((f"known {kind}s", is_old), (f"new {kind}s", ~is_old)):
@@ -507,8 +507,8 @@ def _groups(
                 if rows.any()
             }
             if aucs and not np.isnan(aucs[MODEL]):
-                result[name] = float(rows.mean()), aucs
-    return result
+                aucs_of_groups[name] = float(rows.mean()), aucs
+    return aucs_of_groups
 
 
 def _dwell_error(train: Log, test: Log, model: Prediction, output: int | None) -> tuple[float, float] | None:

@@ -47,10 +47,10 @@ def predict(
     order = np.argsort(examples.sizes[requests], kind="stable")  # requests of like size are padded least
     predictions: list[Prediction] = []
     for start in range(0, len(order), BATCH_REQUESTS):
-        chunk = requests[order[start : start + BATCH_REQUESTS]].tolist()
-        rows = [examples.rows(index) for index in chunk]
+        indices = requests[order[start : start + BATCH_REQUESTS]].tolist()
+        rows = [examples.rows(index) for index in indices]
         batch = collate(
-            [(change(index), examples.candidates(r)) for index, r in zip(chunk, rows, strict=True)], examples.config
+            [(change(index), examples.candidates(r)) for index, r in zip(indices, rows, strict=True)], examples.config
         )
         logits, continuous = ranker(batch)
         shown = torch.arange(logits.shape[1]) < torch.tensor([len(r) for r in rows])[:, None]

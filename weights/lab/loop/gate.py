@@ -157,10 +157,10 @@ def distance_from_chance(auc: float) -> float:
 def check_model(judged: Judgement, bounds: GateSettings) -> list[Check]:
     """The checks of the new model against the serving one."""
     worse = [
-        f"{name} (cross-entropy {each.entropy[0]:.3f} → {each.entropy[1]:.3f}, predicted ÷ observed {each.ratio[0]:.2f} → "
-        f"{each.ratio[1]:.2f})"
-        for name, each in judged.actions.items()
-        if each.entropy_loss > bounds.max_entropy_loss or each.calibration_loss > bounds.max_calibration_loss
+        f"{name} (cross-entropy {action.entropy[0]:.3f} → {action.entropy[1]:.3f}, predicted ÷ observed {action.ratio[0]:.2f} → "
+        f"{action.ratio[1]:.2f})"
+        for name, action in judged.actions.items()
+        if action.entropy_loss > bounds.max_entropy_loss or action.calibration_loss > bounds.max_calibration_loss
     ]
     count = f"{len(judged.actions)} actions with {judged.min_positives} positives or more"
     quality = f"worse for {', '.join(worse)}" if worse else f"none of the {count} is worse"

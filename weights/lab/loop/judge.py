@@ -78,7 +78,7 @@ def judge(
     `[n, A]`; `weights` of the score, float32 `[A]`; the new model was trained on what was shown before `until_ts`, Unix seconds."""
     rows = rows_of(examples, requests)
     shown = examples.log.take(rows)
-    worthy, known = is_positive(shown, weights), known_worth(shown, weights)
+    worthy, known_rows = is_positive(shown, weights), known_worth(shown, weights)
     scores = pair[0] @ weights, pair[1] @ weights
     by_user = Judge.of(shown)
     everybody = np.arange(by_user.draws.shape[1])
@@ -92,17 +92,17 @@ def judge(
         return figures[0], figures[1]
 
     is_known = np.zeros(len(rows), bool)
-    is_known[known] = True
+    is_known[known_rows] = True
     serving, new = (within(score, is_known) for score in scores)
     actions = {}
     for place, name in enumerate(shown.action_names):
-        kept = shown.known(place)
-        happened = shown.actions[kept, place]
+        known_outcomes = shown.known_rows(place)
+        happened = shown.actions[known_outcomes, place]
         positives = int(happened.sum())
         if MIN_POSITIVES <= positives < len(happened):
-            both = pair[0][kept, place], pair[1][kept, place]
-            entropies = [metrics.normalised_entropy(happened, each) for each in both]
-            ratios = [float(each.sum(dtype=np.float64)) / positives for each in both]
+            both = pair[0][known_outcomes, place], pair[1][known_outcomes, place]
+            entropies = [metrics.normalised_entropy(happened, probabilities) for probabilities in both]
+            ratios = [float(probabilities.sum(dtype=np.float64)) / positives for probabilities in both]
             actions[name] = ActionQuality(positives, (entropies[0], entropies[1]), (ratios[0], ratios[1]))
     trained = examples.log.before(until_ts)
     unseen = {}

@@ -70,9 +70,9 @@ def _times(counts: JoinCounts) -> tuple[int, int, tuple[float, float]]:
 
 def is_positive(shown: Log, weights: NDArray[np.float32]) -> NDArray[np.bool_]:
     """The impressions of which the score knows everything and whose actions are worth more than nothing, `[n]`."""
-    known = np.zeros(len(shown), bool)
-    known[known_worth(shown, weights)] = True
-    return np.asarray(known & (shown.actions @ weights > 0))
+    is_known = np.zeros(len(shown), bool)
+    is_known[known_worth(shown, weights)] = True
+    return np.asarray(is_known & (shown.actions @ weights > 0))
 
 
 def activity_of(shown: Log) -> float:

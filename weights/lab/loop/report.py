@@ -58,7 +58,7 @@ AUC within users of the score, where the id was not trained on this time and whe
 """
 
 
-def told(figure: Figure) -> str:
+def cell_of(figure: Figure) -> str:
     """A figure for a table; a dash for none."""
     return "–" if math.isnan(figure.value) else str(figure)
 
@@ -77,15 +77,15 @@ def write_turn(
     actions = [
         [
             name,
-            f"{each.positives:,}",
-            *(f"{value:.4f}" for value in each.entropy),
-            *(f"{value:.3f}" for value in each.ratio),
+            f"{quality.positives:,}",
+            *(f"{value:.4f}" for value in quality.entropy),
+            *(f"{value:.3f}" for value in quality.ratio),
         ]
-        for name, each in (judged.actions.items() if judged else ())
+        for name, quality in (judged.actions.items() if judged else ())
     ]
     unseen = [
-        [kind, f"{each.share:.1%}", *map(told, (*each.order, *each.order_of_others))]
-        for kind, each in (judged.unseen.items() if judged else ())
+        [kind, f"{part.share:.1%}", *map(cell_of, (*part.order, *part.order_of_others))]
+        for kind, part in (judged.unseen.items() if judged else ())
     ]
     page = rendered(
         TEMPLATE,

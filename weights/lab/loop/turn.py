@@ -191,9 +191,9 @@ def _clean(places: Places, settings: TurnSettings, state: State) -> None:
     for log in (places.root / LOGS).glob("[0-9]*"):
         if log.name not in nights:
             shutil.rmtree(log, ignore_errors=True)
-    kept = {(places.link.parent / version.target).resolve() for version in state.versions} | {places.link.resolve()}
+    used = {(places.link.parent / version.target).resolve() for version in state.versions} | {places.link.resolve()}
     for checkpoint in (places.root / CHECKPOINTS).glob("[0-9]*"):
-        if checkpoint.resolve() not in kept:
+        if checkpoint.resolve() not in used:
             shutil.rmtree(checkpoint, ignore_errors=True)
     for work in (places.root / TURNS).glob(f"*/{WORK}"):
         shutil.rmtree(work, ignore_errors=True)

@@ -81,7 +81,7 @@ class Choice:
 class Plan:
     """How to train on a log. `until_ts`: training ends before this time, Unix seconds; None: with the log. `summary`: the log in a line.
 
-    `given`: what the caller decided instead, by the names that `--set` takes.
+    `overrides`: what the caller decided instead, by the names that `--set` takes.
     """
 
     summary: str
@@ -90,49 +90,57 @@ class Plan:
     config: ModelConfig
     settings: TrainSettings
     score_weights: dict[str, float]
-    given: Mapping[str, Any]
+    overrides: Mapping[str, Any]
 
     def lines(self) -> list[str]:
-        """The plan for people: the log, then what was seen and what was decided in two columns, then what was given."""
+        """The plan for people: the log, then what was seen and what was decided in two columns, then what the caller decided."""
         width = max(len(choice.seen) for choice in self.choices)
-        given = [f"given: {', '.join(f'{name}={value}' for name, value in self.given.items())}"] if self.given else []
-        return [self.summary, *(f"{each.seen:<{width}}  → {each.decided}" for each in self.choices), *given]
+        pairs = ", ".join(f"{name}={value}" for name, value in self.overrides.items())
+        return [
+            self.summary,
+            *(f"{choice.seen:<{width}}  → {choice.decided}" for choice in self.choices),
+            *([f"given: {pairs}"] if pairs else []),
+        ]
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON values, for the manifest."""
         return {
             "log": self.summary,
             "until_ts": self.until_ts,
-            "choices": [{"seen": each.seen, "decided": each.decided} for each in self.choices],
+            "choices": [{"seen": choice.seen, "decided": choice.decided} for choice in self.choices],
             "settings": asdict(self.settings),
         }
 
 
 def plan(
-    log: Log, seed: int = 1, until_ts: int | None = None, hold_out: bool = True, given: Mapping[str, Any] | None = None
+    log: Log,
+    seed: int = 1,
+    until_ts: int | None = None,
+    hold_out: bool = True,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Decide from the log what it can decide. `until_ts`: the split, where the caller knows it; else the newest fifth is held out, or
-    nothing if not `hold_out`. `given`: values that replace those chosen, by the names of TrainSettings, of the plain fields of ModelConfig
-    and of the tables (`user_rows`, `post_rows`, `author_rows`).
+    nothing if not `hold_out`. `overrides`: values that replace those chosen, by the names of TrainSettings, of the plain fields of
+    ModelConfig and of the tables (`user_rows`, `post_rows`, `author_rows`).
 
     Raises LogError, in one sentence that names the log's range, for a log from which nothing can be learned, and ConfigError or
-    ValueError for given names and values that cannot be.
+    ValueError for overrides whose names or values cannot be.
     """
     names = {one.name for kind in (TrainSettings, ModelConfig) for one in fields(kind)}
-    if unknown := (given or {}).keys() - names - {f"{kind}_rows" for kind in SALTS}:
+    if unknown := (overrides or {}).keys() - names - {f"{kind}_rows" for kind in SALTS}:
         raise ValueError(f"there is no setting {sorted(unknown)[0]!r}")
     _check_learnable(log, "the log")
     until, split = _split(log, until_ts, hold_out)
-    known = log if until is None else log.before(until)
-    _check_learnable(known, "the training period")
-    new = new_shares(known)
-    weights, scored = propose_score_weights(known)
-    name, positives = main_action(known, weights)
+    past = log if until is None else log.before(until)
+    _check_learnable(past, "the training period")
+    new = new_shares(past)
+    weights, scored = propose_score_weights(past)
+    name, positives = main_action(past, weights)
     choices = (
-        split, *_too_little(known, name, positives), _hidden(new, has_codes=bool(log.codes.any())), _tables(known, new), _ages(known),
-        *_codes(log), _dwell(known), _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
+        split, *_too_little(past, name, positives), _hidden(new, has_codes=bool(log.codes.any())), _tables(past, new), _ages(past),
+        *_codes(log), _dwell(past), _learning(past, new), _schedule(past, name, positives), *_constant(past), scored,
     )  # fmt: skip
-    values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
+    values = {name: value for choice in choices for name, value in choice.values.items()} | dict(overrides or {})
     config = demo_config(len(log.action_names))
     values |= {f"{kind}_hashes": hashes(values[f"{kind}_rows"], salt) for kind, salt in SALTS.items()}
     return Plan(
@@ -142,23 +150,23 @@ def plan(
         replaced(config, values),
         replaced(TrainSettings(seed=seed), values),
         weights,
-        dict(given or {}),
+        dict(overrides or {}),
     )
 
 
 def _check_learnable(log: Log, what: str) -> None:
     """Raises LogError for a log of one request, one user or one time, or without two different outcomes."""
-    found = f"{what} ({log.span}) holds"
+    subject = f"{what} ({log.span}) holds"
     if log.requests < 2:
-        raise LogError(f"{found} only one request: a model needs many, of many users")
+        raise LogError(f"{subject} only one request: a model needs many, of many users")
     if (log.user_id == log.user_id[0]).all():
-        raise LogError(f"{found} only one user: a model needs many")
+        raise LogError(f"{subject} only one user: a model needs many")
     if log.impression_ts[0] == log.impression_ts[-1]:
-        raise LogError(f"{found} only one time: no history comes before it")
+        raise LogError(f"{subject} only one time: no history comes before it")
     if not log.actions.any():
-        raise LogError(f"{found} no action that was ever taken: there is nothing to tell posts apart by")
+        raise LogError(f"{subject} no action that was ever taken: there is nothing to tell posts apart by")
     if log.actions.all():
-        raise LogError(f"{found} no action that was ever not taken: there is nothing to tell posts apart by")
+        raise LogError(f"{subject} no action that was ever not taken: there is nothing to tell posts apart by")
 
 
 def _summary(log: Log) -> str:
@@ -207,11 +215,12 @@ def _hidden(new: Mapping[str, float], *, has_codes: bool) -> Choice:
 
 def _tables(log: Log, new: Mapping[str, float]) -> Choice:
     counts = {kind: len(distinct(getattr(log, f"{kind}_id"))) for kind in SALTS}
-    wanted = {
+    rows_needed = {
         kind: ROWS_AN_ID * count if new[kind] < MOSTLY_HIDDEN or kind == "user" else 0 for kind, count in counts.items()
     }
     rows = {
-        kind: int(np.clip(2 ** int(np.ceil(np.log2(max(count, 1)))), *TABLE_ROWS)) for kind, count in wanted.items()
+        kind: int(np.clip(2 ** int(np.ceil(np.log2(max(count, 1)))), *TABLE_ROWS))
+        for kind, count in rows_needed.items()
     }
     seen = ", ".join(f"{counts[kind]:,} {kind}s" for kind in SALTS)
     decided = "tables of " + ", ".join(f"{count:,}" for count in rows.values()) + " rows"
@@ -231,8 +240,8 @@ def _codes(log: Log) -> list[Choice]:
 def _ages(log: Log) -> Choice:
     some = slice(None, None, -(-len(log) // AGES_READ))
     shown_at, created_at = log.impression_ts[some], log.created_at[some]
-    known = (created_at > 0) & (shown_at >= created_at)
-    minutes = (shown_at - created_at)[known] / 60
+    has_age = (created_at > 0) & (shown_at >= created_at)
+    minutes = (shown_at - created_at)[has_age] / 60
     if not len(minutes):
         seen = "every created_at is later than its impression_ts" if log.created_at.any() else "no created_at"
         return Choice(seen, "no post ages", {"has_post_age": False})
@@ -269,25 +278,25 @@ def _learning(log: Log, new: Mapping[str, float]) -> Choice:
     each one by heart."""
     passes = passes_over(len(log))
     seen = f"{len(log):,} impressions to train on, {1 - new['post']:.0%} of posts known"
-    told = f"at most {passes:.2g} passes, fewer if validation stops improving"
+    decided = f"at most {passes:.2g} passes, fewer if validation stops improving"
     values = {"epochs": round(passes, 1)}
     if new["post"] >= MOSTLY_HIDDEN:
-        return Choice(seen, told, values)
-    return Choice(seen, f"{told}; learn what posts have in common, not each by heart", values | LIKENESS)
+        return Choice(seen, decided, values)
+    return Choice(seen, f"{decided}; learn what posts have in common, not each by heart", values | LIKENESS)
 
 
 def passes_over(impressions: int) -> float:
     """How often training passes over so many impressions: about as much work for all large logs, less for small ones."""
-    wanted = min(PASSED_IMPRESSIONS / impressions, PASSES_OF_MANY * (MANY_IMPRESSIONS / impressions) ** 0.5)
-    return float(np.clip(wanted, *PASSES))
+    passes = min(PASSED_IMPRESSIONS / impressions, PASSES_OF_MANY * (MANY_IMPRESSIONS / impressions) ** 0.5)
+    return float(np.clip(passes, *PASSES))
 
 
 def main_action(log: Log, weights: Mapping[str, float]) -> tuple[str, int]:
     """Of the actions that the score is for, the one taken most often, and how often. If the score is undecided, of all actions."""
     taken = dict(zip(log.action_names, log.actions.sum(0).tolist(), strict=True))
-    wanted = {name: taken[name] for name, weight in weights.items() if weight > 0 and 0 < taken.get(name, 0) < len(log)}
-    wanted = wanted or {name: count for name, count in taken.items() if 0 < count < len(log)} or taken
-    return max(wanted.items(), key=lambda item: item[1])
+    counts = {name: taken[name] for name, weight in weights.items() if weight > 0 and 0 < taken.get(name, 0) < len(log)}
+    counts = counts or {name: count for name, count in taken.items() if 0 < count < len(log)} or taken
+    return max(counts.items(), key=lambda item: item[1])
 
 
 def _schedule(log: Log, name: str, positives: int) -> Choice:
@@ -326,27 +335,27 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
 def _too_little(log: Log, name: str, positives: int) -> list[Choice]:
     """A warning of what a model cannot learn from this log, if there is something."""
     users = len(distinct(log.user_id))
-    told = []
+    warnings = []
     if positives < LEARNABLE_POSITIVES:
-        told.append(
+        warnings.append(
             Choice(f"only {positives:,} times {name} to train on", "TOO FEW to learn what is wanted: collect more")
         )
     if users < LEARNABLE_USERS:
-        told.append(
+        warnings.append(
             Choice(f"only {users:,} users to train on", "TOO FEW to learn how users differ, and for eval to tell")
         )
-    return told
+    return warnings
 
 
 def _constant(log: Log) -> list[Choice]:
     """A warning of actions that are always or never taken, if there are any."""
     shares = log.shares
-    found = {
+    constant_actions = {
         "always taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 1],
         "never taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 0],
     }
-    told = ", ".join(f"{what}: {' and '.join(names)}" for what, names in found.items() if names)
-    return [Choice(f"{told} ({log.span})", "their probabilities say nothing")] if told else []
+    seen = ", ".join(f"{what}: {' and '.join(names)}" for what, names in constant_actions.items() if names)
+    return [Choice(f"{seen} ({log.span})", "their probabilities say nothing")] if seen else []
 
 
 def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
@@ -358,19 +367,19 @@ def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
     taken = ", ".join(
         f"{name} {'under 0.01%' if 0 < share < 1e-4 else f'{share:.2%}'}" for name, share in shares.items()
     )
-    known = default_score_weights(log.action_names)
-    if len(known) >= KNOWN_ACTIONS:
-        return known, Choice(
-            f"actions: {len(known)} of X's", "score: X's weights (--score-weights ACTION=WEIGHT,… for others)"
+    weights = default_score_weights(log.action_names)
+    if len(weights) >= KNOWN_ACTIONS:
+        return weights, Choice(
+            f"actions: {len(weights)} of X's", "score: X's weights (--score-weights ACTION=WEIGHT,… for others)"
         )
-    told = [name for name, share in shares.items() if 0 < share < 1 and not set(_words(name)) & set(UNWANTED)]
-    wanted = [name for word in WANTED for name in told if word == name or word in _words(name)] or (
-        told if len(told) == 1 else []
+    informative = [name for name, share in shares.items() if 0 < share < 1 and not set(_words(name)) & set(UNWANTED)]
+    signals = [name for word in WANTED for name in informative if word == name or word in _words(name)] or (
+        informative if len(informative) == 1 else []
     )
     seen = f"actions {taken}"
-    if not wanted:
+    if not signals:
         return {}, Choice(seen, "score: undecided; choose it with --score-weights ACTION=1")
-    return {wanted[0]: 1.0}, Choice(seen, f"score: 1.0 {wanted[0]} (--score-weights {wanted[0]}=1,… for another)")
+    return {signals[0]: 1.0}, Choice(seen, f"score: 1.0 {signals[0]} (--score-weights {signals[0]}=1,… for another)")
 
 
 def _words(name: str) -> list[str]:

@@ -75,17 +75,17 @@ class ServedContexts:
     def context(self, place: int, user_id: int, config: ModelConfig, is_kept: bool = True) -> Context:
         """History `place` of a user, at most as many of its newest events as the model reads, with codes that the model has."""
         first, stop = int(self.starts[place]), int(self.stops[place])
-        kept = slice(max(first, stop - config.history_length), stop)
-        actions = self.actions[kept] if self.order is None else self.actions[kept][:, self.order]
+        window = slice(max(first, stop - config.history_length), stop)
+        actions = self.actions[window] if self.order is None else self.actions[window][:, self.order]
         return Context(
             user_id,
-            self.post_ids[kept],
-            self.author_ids[kept],
+            self.post_ids[window],
+            self.author_ids[window],
             np.ascontiguousarray(actions),
-            self.product_surfaces[kept],
-            self.dwell_seconds[kept],
+            self.product_surfaces[window],
+            self.dwell_seconds[window],
             is_kept,
-            codes=codes_fitting(self.codes[kept], stop - kept.start, config),
+            codes=codes_fitting(self.codes[window], stop - window.start, config),
         )
 
     def with_actions(self, order: Sequence[int]) -> ServedContexts:

@@ -28,7 +28,7 @@ class Labels:
     """actions float32 `[B, C, A]`, 1 if the action happened; dwell float32 `[B, C]`, seconds / 30, at most 1.
 
     shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known. weight float32 `[B, C]`: how often a
-    candidate counts; None: once. known bool `[B, C, A]`: whether it is known that the action happened or not; None: of all.
+    candidate counts; None: once. is_known bool `[B, C, A]`: whether it is known that the action happened or not; None: of all.
     """
 
     actions: Tensor
@@ -36,19 +36,19 @@ class Labels:
     shown: Tensor
     dwelt: Tensor
     weight: Tensor | None = None
-    known: Tensor | None = None
+    is_known: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Labels:
         """The same labels on another device."""
-        columns = self.actions, self.dwell, self.shown, self.dwelt, self.weight, self.known
+        columns = self.actions, self.dwell, self.shown, self.dwelt, self.weight, self.is_known
         return Labels(*(column if column is None else column.to(device) for column in columns))  # type: ignore[arg-type]
 
     @property
     def counts(self) -> Tensor | None:
         """How often each action of each candidate counts, float32 `[B, C, A]`; None: once."""
-        if self.known is None:
+        if self.is_known is None:
             return None if self.weight is None else self.weight[..., None].expand_as(self.actions)
-        return self.known.float() if self.weight is None else self.known * self.weight[..., None]
+        return self.is_known.float() if self.weight is None else self.is_known * self.weight[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Examples:
             shown=torch.arange(slots) < torch.tensor([len(r) for r in rows])[:, None],
             dwelt=seconds > 0,
             weight=None if log.weight is None else column(log.weight),
-            known=None if log.unknown is None else ~column(log.unknown),
+            is_known=None if log.unknown is None else ~column(log.unknown),
         )
 
     def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Batch, Labels]:
@@ -230,8 +230,8 @@ class Examples:
                 seen_events = self.history_lengths[group]
             before = np.repeat(seen_events, (self.stops - self.starts)[group])
             if len(rows) > max_candidates:
-                kept = np.sort(rng.choice(len(rows), max_candidates, replace=False))
-                rows, before = rows[kept], before[kept]
+                drawn = np.sort(rng.choice(len(rows), max_candidates, replace=False))
+                rows, before = rows[drawn], before[drawn]
             request = self.context(int(group[-1])), self.candidates(rows)
             requests.append(_with_hidden_ids(request, rng, hidden))
             shown.append(rows)
@@ -240,7 +240,11 @@ class Examples:
         if self.smoothed is not None:
             actions = np.stack([pad(self.smoothed[rows], slots) for rows in shown])
             labels = replace(labels, actions=torch.from_numpy(actions))
-        return collate(requests, self.config), torch.from_numpy(np.stack([pad(each, slots) for each in seen])), labels
+        return (
+            collate(requests, self.config),
+            torch.from_numpy(np.stack([pad(counts, slots) for counts in seen])),
+            labels,
+        )
 
 
 def _check_codes(log: Log, config: ModelConfig) -> None:
@@ -275,14 +279,16 @@ def histories(
 
 def _with_hidden_ids(request: Request, rng: np.random.Generator, hidden: HiddenShares) -> Request:
     context, candidates = request
-    known, unseen = rng.random() >= hidden.users, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
+    is_user_shown, unseen = rng.random() >= hidden.users, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
 
     posts = [hide(part.post_ids, rng, hidden.posts) for part in request]
     if hidden.events:
         posts[0] = np.where(rng.random(len(context)) < hidden.events, np.uint64(0), posts[0])
     authors = [hide(part.author_ids, rng, hidden.authors) if hidden.authors else part.author_ids for part in request]
     return (
-        replace(context, user_id=context.user_id if known else unseen, post_ids=posts[0], author_ids=authors[0]),
+        replace(
+            context, user_id=context.user_id if is_user_shown else unseen, post_ids=posts[0], author_ids=authors[0]
+        ),
         replace(candidates, post_ids=posts[1], author_ids=authors[1]),
     )
 

@@ -83,33 +83,33 @@ def _warnings(
     log: Log, lengths: HistoryLengths, event_rows: Int64s, last: Int64s, starts: Int64s, served: Int64s
 ) -> list[str]:
     """`event_rows`: the rows of the log that are events, by user and time; the events of request i end before `last[i]` among them."""
-    told, both = [], np.flatnonzero(lengths.is_served & (log.user_id[starts] != 0))
+    warnings, both = [], np.flatnonzero(lengths.is_served & (log.user_id[starts] != 0))
     empty = float((lengths.read == 0).mean())
     if empty > MOSTLY_EMPTY:
-        told.append(
+        warnings.append(
             f"WARNING: {empty:.0%} of the histories are empty: a model cannot learn from them. Is the export of the users' actions whole?"
         )
     if not len(both):
-        return told
+        return warnings
     means = float(lengths.read[both].mean()), float(lengths.reconstructed[both].mean())
     if max(means) > LENGTH_RATIO * min(means):
-        told.append(
+        warnings.append(
             f"WARNING: served histories have {means[0]:.1f} events on average; "
             f"those that the log's rows give for the same requests have {means[1]:.1f}"
         )
     ages = _ages(log, both[-MOST_COMPARED:], event_rows, last, starts, served)
     if ages and max(ages) > AGE_RATIO * max(min(ages), AGE_SECONDS):
-        told.append(
+        warnings.append(
             f"WARNING: the newest event of a served history is {_duration(ages[0])} old (median), "
             f"that of the log's rows {_duration(ages[1])}"
         )
     if not lengths.is_served.all():
         others = float(lengths.read[~lengths.is_served].mean())
         if max(others, means[0]) > LENGTH_RATIO * min(others, means[0]):
-            told.append(
+            warnings.append(
                 f"WARNING: histories differ by where they come from: {means[0]:.1f} events on average as served, {others:.1f} reconstructed"
             )
-    return told
+    return warnings
 
 
 def _ages(

@@ -76,14 +76,14 @@ def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
     The outer scales (`…_post_norm`), or without a sandwich the last weights of both branches, are still 0, so each layer still
     adds exactly 0; but now they have a gradient.
     """
-    kept = POST_NORMS if ranker.config.sandwich else LAST_LINEAR
+    zero_weights = POST_NORMS if ranker.config.sandwich else LAST_LINEAR
     with torch.no_grad():
         for layer in ranker.trunk.layers:
             assert isinstance(layer, DecoderLayer)
             for name, parameter in checkpoint_parameters(layer):
                 if name in PRE_NORMS:
                     parameter.fill_(1)
-                elif name not in kept and not name.endswith("_bias"):
+                elif name not in zero_weights and not name.endswith("_bias"):
                     draw(parameter, parameter.shape[0] ** -0.5, generator)
             _match_queries_and_keys(layer, ranker.config)
 

@@ -26,10 +26,12 @@ def dwell_loss(dwell: Tensor, labels: Labels) -> Tensor:
 
     A soft label makes the expectation the optimum, as for a coin: `E[y·log p + (1 − y)·log(1 − p)]` peaks at `p = E[y]`.
     """
-    known = labels.shown & labels.dwelt
-    if not bool(known.any()):
+    has_dwell = labels.shown & labels.dwelt
+    if not bool(has_dwell.any()):
         return dwell.new_zeros(())
-    if bool(dwell[known].isnan().any()):  # torch would raise, and on a card end the process
-        return dwell[known].sum()
-    weight = None if labels.weight is None else labels.weight[known]
-    return torch.as_tensor(functional.binary_cross_entropy(dwell[known], labels.dwell[known], weight, reduction="sum"))
+    if bool(dwell[has_dwell].isnan().any()):  # torch would raise, and on a card end the process
+        return dwell[has_dwell].sum()
+    weight = None if labels.weight is None else labels.weight[has_dwell]
+    return torch.as_tensor(
+        functional.binary_cross_entropy(dwell[has_dwell], labels.dwell[has_dwell], weight, reduction="sum")
+    )

@@ -25,10 +25,10 @@ def trials(settings: TrainSettings, count: int, fixed: Collection[str] = ()) -> 
     space = {name: list(options) for name, options in values.items() if name not in fixed}
     draws = ParameterSampler(space, min(count, len(ParameterGrid(space))), random_state=settings.seed % 2**32)
     drawn = [replace(settings, **values) for values in draws]
-    return [settings, *(each for each in drawn if each != settings)][:count]
+    return [settings, *(trial for trial in drawn if trial != settings)][:count]
 
 
 def difference(settings: TrainSettings, others: TrainSettings) -> dict[str, float]:
     """The settings that differ from `others`, by name."""
-    names = [each.name for each in fields(TrainSettings)]
+    names = [field.name for field in fields(TrainSettings)]
     return {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(others, name)}

@@ -144,7 +144,8 @@ def settings_table() -> list[tuple[str, Any, str, str]]:
     """Name, default, possible values and meaning of every setting."""
     rules = _rules()
     return [
-        (each.name, each.default, _words(rules[each.name][0]), rules[each.name][1]) for each in fields(TrainSettings)
+        (field.name, field.default, _words(rules[field.name][0]), rules[field.name][1])
+        for field in fields(TrainSettings)
     ]
 
 
@@ -164,7 +165,7 @@ def _words(allowed: Within | tuple[str, ...]) -> str:
 
 def replaced(owner: T, values: Mapping[str, Any]) -> T:
     """A dataclass with those of the values that are named like its fields."""
-    mine = {each.name: values[each.name] for each in fields(owner) if each.name in values}  # type: ignore[arg-type]
+    mine = {field.name: values[field.name] for field in fields(owner) if field.name in values}  # type: ignore[arg-type]
     return replace(owner, **mine)  # type: ignore[type-var]
 
 

@@ -172,14 +172,14 @@ def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.ra
     requests, rows = pairs.draw(settings.batch_requests, rng)
     examples, log, config = pairs.examples, pairs.examples.log, towers.config
     contexts = [examples.context(int(request)) for request in requests]
-    known = rng.random(len(contexts)) >= settings.hidden_user_share
+    are_users_shown = rng.random(len(contexts)) >= settings.hidden_user_share
     contexts = [
         replace(
             context,
             user_id=context.user_id if keep or not len(context) else 0,
             post_ids=hide(context.post_ids, rng, settings.hidden_post_share),
         )
-        for context, keep in zip(contexts, known, strict=True)
+        for context, keep in zip(contexts, are_users_shown, strict=True)
     ]
     users = towers.users(collate([(context, NO_CANDIDATES) for context in contexts], config))
     posts, authors = hide(log.post_id[rows], rng, settings.hidden_post_share), log.author_id[rows]

@@ -178,7 +178,7 @@ class Trainer:
 
     def status(self, evaluated: bool) -> Status:
         """Where the run is now."""
-        looks = [Look(int(each["step"]), *(each[name] for name in LOOK_LOSSES)) for each in self.curve]
+        looks = [Look(int(row["step"]), *(row[name] for name in LOOK_LOSSES)) for row in self.curve]
         return Status(self.step, self.steps, self.loss, self.validation_loss, self.best_loss, evaluated, looks)
 
     def advance(self) -> None:

@@ -110,15 +110,17 @@ def true_probabilities(circumstances: Circumstances) -> Floats:
     """The probability of every action before the post is shown, float32 `[n, A]`: the mean over ε."""
     nodes, masses = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
     masses = masses / masses.sum()
-    result = np.zeros((len(circumstances.appeal), len(ACTION_NAMES)), np.float32)
+    probabilities = np.zeros((len(circumstances.appeal), len(ACTION_NAMES)), np.float32)
     for node, mass in zip(nodes, masses, strict=True):
-        result += np.float32(mass) * _sigmoid(_logits(circumstances, np.full(len(result), node, np.float32)))
+        probabilities += np.float32(mass) * _sigmoid(
+            _logits(circumstances, np.full(len(probabilities), node, np.float32))
+        )
     mean = log_dwell(circumstances)
     for name, threshold in DWELL_THRESHOLDS_SECONDS.items():
         z = torch.from_numpy((np.log(threshold) - mean) / DWELL_SPREAD)
         above = 0.5 * torch.erfc(z / 2**0.5)  # P(N(0, 1) ≥ z); numpy has no erfc
-        result[:, ACTION_NAMES.index(name)] = above.numpy()
-    return result
+        probabilities[:, ACTION_NAMES.index(name)] = above.numpy()
+    return probabilities
 
 
 def _logits(circumstances: Circumstances, noise: Floats) -> Floats:

@@ -29,7 +29,7 @@ from tests.weights.lab.training.small_run import exact_body, small_config
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.format.manifest import ContinuousOutput
-from weights.lab.commands.training import given_values
+from weights.lab.commands.training import assigned_values
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
 from weights.lab.training.settings import settings_table
@@ -184,7 +184,7 @@ def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
         assert name in listed.stdout
         assert values.split(" and ")[0] in listed.stdout
         assert meaning.split(",")[0].split(":")[0][:20] in listed.stdout
-        assert given_values([f"{name}={default}"]) == {name: default}
+        assert assigned_values([f"{name}={default}"]) == {name: default}
     looked = call("log", log, *settings(["epochs=1.5", "history_length=31", "has_post_age=false", "post_rows=4096"]))
     assert looked.stdout.splitlines()[-1] == "given: epochs=1.5, history_length=31, has_post_age=False, post_rows=4096"
 

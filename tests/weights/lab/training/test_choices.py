@@ -182,12 +182,12 @@ def test_where_posts_are_known_their_likeness_is_learned(log: Log) -> None:
 
 def test_what_is_given_replaces_what_was_chosen_and_is_printed(log: Log) -> None:
     given = {"hidden_post_share": 0.3, "history_length": 31, "post_rows": 4096, "epochs": 1.5}
-    made = plan(log, given=given)
+    made = plan(log, overrides=given)
     assert (made.settings.hidden_post_share, made.settings.epochs) == (0.3, 1.5)
     assert (made.config.history_length, made.config.post_hashes.vocab_size) == (31, 4096)
     assert made.lines()[-1] == "given: hidden_post_share=0.3, history_length=31, post_rows=4096, epochs=1.5"
     with pytest.raises(ConfigError, match="history_length"):
-        plan(log, given={"history_length": 0})
+        plan(log, overrides={"history_length": 0})
 
 
 @pytest.mark.parametrize(
@@ -254,4 +254,4 @@ def test_a_useless_training_period_is_refused_with_its_range(log: Log) -> None:
 
 def test_a_setting_that_does_not_exist_is_refused(log: Log) -> None:
     with pytest.raises(ValueError, match="there is no setting 'passes'"):
-        plan(log, given={"passes": 3})
+        plan(log, overrides={"passes": 3})

@@ -60,14 +60,14 @@ def test_what_is_unknown_adds_no_loss_and_no_gradient(world: World) -> None:
     action_loss(logits, labels).backward()
     gradient = logits.grad
     assert gradient is not None
-    assert labels.known is not None
-    unknown = ~labels.known & labels.shown[..., None]
+    assert labels.is_known is not None
+    unknown = ~labels.is_known & labels.shown[..., None]
     assert unknown.any()
     assert (gradient[unknown] == 0).all()
     again = logits.detach().clone().requires_grad_()
     action_loss(again, whole).backward()
     assert again.grad is not None
-    torch.testing.assert_close(gradient[labels.known], again.grad[labels.known])
+    torch.testing.assert_close(gradient[labels.is_known], again.grad[labels.is_known])
 
 
 def test_a_row_counts_as_often_as_its_weight_says(world: World) -> None:
@@ -106,7 +106,7 @@ def test_no_metric_counts_what_is_unknown(world: World) -> None:
     ranker, at = small_trainer(examples).ranker, int(examples.times[-300])
     evaluation = evaluate(ranker, log, at, {ACTION: 1.0}, ablation_requests=20)
     place, test = log.action_names.index(ACTION), log.since(at)
-    known = test.known(place)
+    known = test.known_rows(place)
     requests = np.flatnonzero(examples.times >= at)
     probability = predict(ranker, examples, requests).probabilities[known, place]
     assert np.array_equal(examples.log.take(rows_of(examples, requests)).request_id, test.request_id)
@@ -126,7 +126,7 @@ def test_calibration_leaves_out_what_is_unknown(world: World) -> None:
 
     assert hidden.unknown is not None
     examples = Examples(hidden, small_config())
-    known = hidden.take(rows_of(examples, requests)).known(place)
+    known = hidden.take(rows_of(examples, requests)).known_rows(place)
     probabilities = predict(ranker, examples, requests).probabilities[known, place].astype(np.float64)
     happened = hidden.take(rows_of(examples, requests)).actions[known, place]
     alone = fit(np.log(probabilities / (1 - probabilities)), happened, np.ones(len(happened)))
