@@ -15,7 +15,7 @@ from weights.checkpoint import Encoder, load_checkpoint, load_encoder, save_chec
 from weights.commands.console import Ids, Replace, Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
 from weights.format.writer import check_target, refused_writing
-from weights.lab.commands.training import REFUSED, Cache, LogFile, Until, WorldSet, time_of, with_settings
+from weights.lab.commands.training import REFUSED, Cache, LogFile, Until, WorldSet, naming, time_of, with_settings
 
 TowerSet = Annotated[
     list[str] | None,
@@ -45,7 +45,7 @@ def train_towers(
     replace_existing: Replace = False,
 ) -> None:
     """Train the two towers of retrieval from a log: a user's liked posts against those that others liked or passed over."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         from dataclasses import replace
 
         from weights.actions import score_weights_of
@@ -110,7 +110,7 @@ def posts(
     cache: Cache = None,
 ) -> None:
     """Write the posts of a log as `corpus build` takes them: ids, authors and times, one row for each post."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         from weights.lab.training.log import read_log
         from weights.lab.training.posts import write_posts
 
@@ -140,7 +140,7 @@ def eval_retrieval(
     cache: Cache = None,
 ) -> None:
     """Print how many of the posts that users came to like are among the first 10, 100 and 500, beside popularity and a factorisation."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         if (log is None) == (ranker is None):
             raise CheckpointError("Give either --log or --ranker.")
         encoder = load_encoder(towers)
