@@ -10,9 +10,7 @@ import typer
 
 from weights.checkpoint import load_checkpoint
 from weights.commands.console import app, out_option, progress_bar, refusals, say
-from weights.errors import CheckpointError
 from weights.lab.commands.training import LogFile, naming, time_of
-from weights.values import time_problem
 
 
 @app.command()
@@ -40,8 +38,6 @@ def score(
         from weights.lab.scoring.scorer import Scorer
 
         since_ts = time_of(since) if since else 0
-        if problem := time_problem(since_ts):
-            raise CheckpointError(f"--since {problem}.")
         chosen = actions.split(",") if actions else None
         scorer = Scorer(load_checkpoint(checkpoint), EngineOptions(threads=threads), chosen)
         with progress_bar() as update:

@@ -39,6 +39,7 @@ from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput, Manifest
 from weights.format.writer import check_target, refused_writing
 from weights.text_ids import IdKind
+from weights.values import time_problem
 
 if TYPE_CHECKING:
     from weights.checkpoint import Checkpoint
@@ -157,7 +158,7 @@ def train(
     start: Annotated[
         Path | None, typer.Option(help="Checkpoint to start from, with its architecture and its weights.")
     ] = None,
-    state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
+    state: Annotated[Path | None, out_option("Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Seed = 1,
     seeds: Annotated[
@@ -172,7 +173,7 @@ def train(
     ] = 1,
     tensorboard: Annotated[
         Path | None,
-        typer.Option(help="Directory for TensorBoard's event files of the run. Needs the extra tensorboard."),
+        out_option("Directory for TensorBoard's event files of the run. Needs the extra tensorboard."),
     ] = None,
     set_: Set = None,
     score_weights: Annotated[
@@ -357,7 +358,9 @@ def _plan(log: Log, seed: int, chosen: Given) -> Plan:
 def time_of(text: str) -> int:
     """A time given as Unix seconds or as a day in UTC. Raises CheckpointError."""
     if text.isdecimal() and len(text) > 8:
-        return int(text)
+        if problem := time_problem(seconds := int(text)):
+            raise CheckpointError(f"The time {text[:32]} {problem}.")
+        return seconds
     try:
         return int(datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp())
     except ValueError as error:

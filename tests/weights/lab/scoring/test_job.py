@@ -193,6 +193,6 @@ def test_a_beginning_in_milliseconds_scores_nothing_and_says_so(log: Path, tmp_p
     words = ("score", "--checkpoint", DEMO, "--log", log, "--out", tmp_path / "out", "--since", 1_780_000_000_000)
     code, said = run(*words)
     assert code == 1
-    assert "--since must be Unix seconds" in said
+    assert "The time 1780000000000 must be Unix seconds" in said
     assert "milliseconds" in said
     assert not (tmp_path / "out").exists()
