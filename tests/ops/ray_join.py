@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,7 +26,8 @@ from weights.lab.training.log import read_log
 pytestmark = pytest.mark.timeout(0)
 EXAMPLE = ROOT / "docs/examples/join_with_ray.py"
 RANKINGS = 400
-AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+ATTEMPTS = 8
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
 BUSY = {"worker_niceness": 0, "worker_register_timeout_seconds": 600, "agent_register_timeout_ms": 600_000}
 """By default Ray's workers have a niceness of 15, so that beside other work they hardly run."""
 Taken = set[tuple[int, str]]
@@ -33,17 +35,27 @@ Taken = set[tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, as two machines would be: each has processes and an object store of its own.
-
-    Ray ends a node whose agents, Python processes, have not told their ports after 15 seconds. It waits for no port that it is told, so
-    each node is told all of them.
-    """
+    """Two nodes, as two machines would be: each has processes and an object store of its own."""
     cluster = Cluster()
-    for options in ({"include_dashboard": False, "_system_config": BUSY}, {}):
-        ports = {name: free_port() for name in AGENT_PORTS}
-        cluster.add_node(num_cpus=2, object_store_memory=200 * 2**20, **ports, **options)
+    start_node(cluster, include_dashboard=False, _system_config=BUSY)
+    start_node(cluster)
     yield cluster
     cluster.shutdown()
+
+
+def start_node(cluster: Cluster, **options: Any) -> None:
+    """Start a node. Ray ends a node whose agents, Python processes, have not written their ports to files after 15 seconds. It waits for
+    no port that it is told, but the port where the dashboard's agent listens cannot be told. So on a busy machine it takes more than one
+    attempt: the next one finds the agents' code in memory."""
+    for attempt in range(1, ATTEMPTS + 1):
+        ports = {name: free_port() for name in AGENT_PORTS}
+        try:
+            cluster.add_node(num_cpus=2, object_store_memory=200 * 2**20, **ports, **options)
+            return
+        except Exception as error:  # Ray raises this class itself
+            if attempt == ATTEMPTS:
+                raise
+            print(f"attempt {attempt} to start a node: {error}")
 
 
 @pytest.fixture(scope="module")
