@@ -94,7 +94,7 @@ $(RAY)/.installed: pyproject.toml docker/requirements.lock .ci/install | $(BIN)/
 	@touch $@
 
 test-ray: $(RAY)/.installed ## run the tests of Ray Serve, with two replicas, and of the join with Ray Data, in an environment of its own
-	$(RAY)/bin/python -m pytest tests/ops/ray_serve.py tests/ops/ray_join.py $(ARGS)
+	RAY_raylet_start_wait_time_s=60 $(RAY)/bin/python -m pytest tests/ops/ray_serve.py tests/ops/ray_join.py $(ARGS)
 
 soak: $(VENV)/.installed ## run the reliability tests for a minute each: SECONDS=600 for longer
 	@.ci/debian wrk haproxy redis-server

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,8 +29,13 @@ from weights.tables import LogError, json_error, json_problem
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
 """The format of a file by the end of its name, before that of a compression."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSION_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+"""How the bytes of a compressed file begin, by the end of its name."""
 OTHER_COMPRESSIONS = (".bz2", ".xz", ".zip", ".lz4", ".br", ".snappy")
 PARQUET_MAGIC = b"PAR1"
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+"""What often separates the values of a text that is called CSV."""
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
 LINES_AT_ONCE = 4096
 OURS = b"phoenix_ranker."
@@ -123,10 +129,22 @@ def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every
             raise LogError(f"{info.path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
         if lost := set(pieces[0].schema.names) - set(pieces[-1].schema.names):
             raise LogError(f"{info.path} lacks the columns {', '.join(sorted(lost))}, which {pieces[0].path} has")
-    for name in pieces[0].schema.names:
-        if name != name.strip():
-            raise LogError(f"{pieces[0].path}: the name of the column {name!r} begins or ends with a blank: rename it")
+    for piece in pieces:
+        if problem := _names_problem(piece.schema.names):
+            raise LogError(f"{piece.path}{problem}")
     return Table(pieces[0].schema, pieces, filesystem)
+
+
+def _names_problem(names: list[str]) -> str:
+    """What is wrong with the names of a file's columns, to follow the file's name; empty if nothing."""
+    if len(names) == 1 and (separator := next((letter for letter in SEPARATORS if letter in names[0]), "")):
+        return f": its values are separated by {SEPARATORS[separator]}; separate them by commas"
+    for name, count in Counter(names).items():
+        if count > 1:
+            return f" has several columns with the name {name[:64]!r}; the first line of CSV must hold the names"
+        if name != name.strip():
+            return f": the name of the column {name[:64]!r} begins or ends with a blank: rename it"
+    return ""
 
 
 def place_of(source: Table, row: int) -> str:
@@ -228,6 +246,10 @@ def _format_of(filesystem: pa.fs.FileSystem, path: str) -> str:
         return "Parquet"
     if Path(path).suffix in OTHER_COMPRESSIONS:
         raise LogError(f"{path} is compressed: unpack it first, or use gzip (.gz) or zstd (.zst)")
+    if problem := _compression_problem(Path(path).suffix, head):
+        raise LogError(f"{path} {problem}")
+    if head.startswith(UTF_16_MARKS):
+        raise LogError(f"{path} is no text in UTF-8 but in UTF-16: convert it")
     kind = _named_format(path)
     if kind in ("", "Parquet"):
         raise LogError(
@@ -240,6 +262,16 @@ def _format_of(filesystem: pa.fs.FileSystem, path: str) -> str:
     return kind
 
 
+def _compression_problem(suffix: str, head: bytes) -> str:
+    """What is wrong with the end of a file's name, for a file that begins with these bytes; empty if nothing."""
+    for end, magic in COMPRESSION_MAGIC.items():
+        if head.startswith(magic) and suffix != end:
+            return f"is compressed with {COMPRESSIONS[end]}, but its name does not end in {end}: rename it"
+    if suffix in COMPRESSION_MAGIC and not head.startswith(COMPRESSION_MAGIC[suffix]):
+        return f"is not compressed with {COMPRESSIONS[suffix]}, but its name ends in {suffix}: rename it"
+    return ""
+
+
 @contextmanager
 def _readable(path: str, kind: str) -> Iterator[None]:
     """Turn what a library says about a file into a LogError that names the file."""
@@ -247,7 +279,9 @@ def _readable(path: str, kind: str) -> Iterator[None]:
         yield
     except LogError:
         raise
-    except (OSError, EOFError, UnicodeDecodeError, pa.ArrowException) as error:
+    except UnicodeDecodeError as error:
+        raise LogError(f"{path} cannot be read as {kind}: it is no text in UTF-8; convert it") from error
+    except (OSError, EOFError, pa.ArrowException) as error:
         reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
         if "magic bytes not found in footer" in reason:
             reason = "its end is not that of a Parquet file; it may be cut off"

@@ -87,7 +87,7 @@ def column_of(
     is_integer = pa.types.is_integer(kind)
     if is_integer and _is_text(column.type):
         hint = " (--ids text reads ids that are texts)" if name in ID_COLUMNS else ""
-        raise LogError(f"{_at(where)}: column {name} holds texts, not integers{hint}")
+        raise LogError(f"{_at(where, _first_misfit(column, kind))}: column {name} holds texts, not integers{hint}")
     if is_integer and pa.types.is_boolean(column.type):
         raise LogError(f"{_at(where)}: column {name} holds true and false, not integers")
     is_rounded = kind == pa.uint64() and pa.types.is_floating(column.type)
@@ -169,8 +169,12 @@ def _at(where: Where, row: int = 0) -> str:
 
 
 def _first_misfit(column: pa.ChunkedArray, kind: pa.DataType) -> int:
-    """The first row whose value cannot be cast to `kind`; one of them cannot."""
-    good, bad = 0, len(column)
+    """The first row whose value cannot be cast to `kind`; row 0 if all can."""
+    try:
+        column.cast(kind)
+        return 0
+    except pa.ArrowException:
+        good, bad = 0, len(column)
     while bad - good > 1:
         middle = (good + bad) // 2
         try:

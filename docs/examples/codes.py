@@ -72,6 +72,9 @@ def main() -> None:
     parser.add_argument("--levels", type=int, default=6)
     parser.add_argument("--values", type=int, default=256)
     options = parser.parse_args()
+    for path in [options.vectors, *([options.book] if options.command == "codes" else [])]:
+        if not path.is_file():
+            parser.error(f"{path} is not there")
     vectors = np.load(options.vectors, mmap_mode="r")
     if options.command == "fit":
         np.savez(options.book, book=fit(vectors, options.levels, options.values))

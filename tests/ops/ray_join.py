@@ -18,6 +18,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from loadtest.machine import ROOT
+from loadtest.server import free_port
 from tests.weights.lab.joining_rows import T0, event, ranking, write_events, write_part
 from weights.lab.joining.join import JoinSettings, join
 from weights.lab.training.log import read_log
@@ -26,28 +27,30 @@ pytestmark = pytest.mark.timeout(0)
 EXAMPLE = ROOT / "docs/examples/join_with_ray.py"
 RANKINGS = 400
 ATTEMPTS = 8
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+BUSY = {"worker_niceness": 0, "worker_register_timeout_seconds": 600, "agent_register_timeout_ms": 600_000}
+"""By default Ray's workers have a niceness of 15, so that beside other work they hardly run."""
 Taken = set[tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, as two machines would be: each has processes and an object store of its own. By default Ray's workers have a niceness of
-    15: beside other work they hardly run."""
-    node = {"num_cpus": 2, "object_store_memory": 200 * 2**20}
-    busy = {"worker_niceness": 0, "worker_register_timeout_seconds": 600}
+    """Two nodes, as two machines would be: each has processes and an object store of its own."""
     cluster = Cluster()
-    start_node(cluster, **node, include_dashboard=False, _system_config=busy)
-    start_node(cluster, **node)
+    start_node(cluster, include_dashboard=False, _system_config=BUSY)
+    start_node(cluster)
     yield cluster
     cluster.shutdown()
 
 
 def start_node(cluster: Cluster, **options: Any) -> None:
-    """Start a node. Ray ends a node whose agents, Python processes, have not told their ports after 15 seconds, and no setting changes
-    that. On a busy machine it takes more than one attempt: the next one finds their code in memory."""
+    """Start a node. Ray ends a node whose agents, Python processes, have not written their ports to files after 15 seconds. It waits for
+    no port that it is told, but the port where the dashboard's agent listens cannot be told. So on a busy machine it takes more than one
+    attempt: the next one finds the agents' code in memory."""
     for attempt in range(1, ATTEMPTS + 1):
+        ports = {name: free_port() for name in AGENT_PORTS}
         try:
-            cluster.add_node(**options)
+            cluster.add_node(num_cpus=2, object_store_memory=200 * 2**20, **ports, **options)
             return
         except Exception as error:  # Ray raises this class itself
             if attempt == ATTEMPTS:

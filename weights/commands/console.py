@@ -103,9 +103,26 @@ def writable(path: Path | None) -> Path | None:
         raise typer.BadParameter(f"nothing can be written at {path} ({error.strerror}); try ./{path.name}") from error
 
 
+def writable_file(path: Path | None) -> Path | None:
+    """Option callback for a file, which may be there: return the path, or refuse it before any work if it cannot be written."""
+    if path is None:
+        return path
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory: name a file, in it or elsewhere")
+    writable(path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise typer.BadParameter(f"{path} is there and cannot be written")
+    return path
+
+
 def out_option(text: str) -> Any:
-    """`--out`, with its help."""
+    """`--out`, or another option that names a directory to write, with its help."""
     return typer.Option(help=text, callback=writable)
+
+
+def out_file_option(text: str) -> Any:
+    """`--out` of a command that writes one file, with its help."""
+    return typer.Option(help=text, callback=writable_file)
 
 
 Out = Annotated[Path, out_option("Directory to write.")]
@@ -149,8 +166,15 @@ def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
         )
         raise typer.Exit(1) from error
     except refused as error:
-        print(error, file=sys.stderr, flush=True)
+        print(_sentence(error), file=sys.stderr, flush=True)
         raise typer.Exit(1) from error
+
+
+def _sentence(error: Exception) -> str:
+    """What an error says. One of the system's own, which begins with a number, says the file and the reason."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 HALF_MINUTE = 30.0

@@ -10,23 +10,20 @@ import typer
 
 from weights.checkpoint import load_checkpoint
 from weights.commands.console import app, out_option, progress_bar, refusals, say
-from weights.values import time_problem
+from weights.lab.commands.training import LogFile, naming, time_of
 
 
 @app.command()
 def score(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint directory.")],
-    log: Annotated[
-        Path,
-        typer.Option(
-            help="Log of impressions, Parquet or JSON lines, or a directory of such files; see docs/training.md."
-        ),
-    ],
+    log: LogFile,
     out: Annotated[Path, out_option("Directory to write. An interrupted run resumes there.")],
     actions: Annotated[
         str | None, typer.Option(help="Actions whose probabilities to write, separated by commas. Default: all.")
     ] = None,
-    since: Annotated[int, typer.Option(help="Unix seconds: earlier requests are only used as history.")] = 0,
+    since: Annotated[
+        str, typer.Option(help="A day or Unix seconds: earlier requests are only used as history. Default: score all.")
+    ] = "",
     partitions: Annotated[
         int,
         typer.Option(min=0, help="How many files to write, each with whole users; 0: one for every half million rows."),
@@ -34,18 +31,17 @@ def score(
     threads: Annotated[int, typer.Option(min=0, help="Threads of the engine; 0: one per core.")] = 0,
 ) -> None:
     """Score every impression of a log as /rank would have, with the user's history at that time."""
-    if problem := time_problem(since):
-        raise typer.BadParameter(f"--since {problem}")
     started = time.perf_counter()
-    with refusals(ValueError, OSError, RuntimeError):  # LogError and JobError; EngineError
+    with refusals(ValueError, OSError, RuntimeError), naming(log):  # LogError and JobError; EngineError
         from model.create import EngineOptions
         from weights.lab.scoring.job import score_log
         from weights.lab.scoring.scorer import Scorer
 
+        since_ts = time_of(since) if since else 0
         chosen = actions.split(",") if actions else None
         scorer = Scorer(load_checkpoint(checkpoint), EngineOptions(threads=threads), chosen)
         with progress_bar() as update:
-            written = score_log(log, out, scorer, since, partitions, update)
+            written = score_log(log, out, scorer, since_ts, partitions, update)
         scorer.close()
     seconds = time.perf_counter() - started
     say(f"{out} holds {written} scores of {scorer.manifest.name} {scorer.manifest.version}; {seconds:.1f} s")

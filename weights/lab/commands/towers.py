@@ -12,10 +12,21 @@ import numpy as np
 import typer
 
 from weights.checkpoint import Encoder, load_checkpoint, load_encoder, save_checkpoint
-from weights.commands.console import Ids, Replace, Seed, app, out_option, progress_bar, refusals, say, show
+from weights.commands.console import (
+    Ids,
+    Replace,
+    Seed,
+    app,
+    out_file_option,
+    out_option,
+    progress_bar,
+    refusals,
+    say,
+    show,
+)
 from weights.errors import CheckpointError
 from weights.format.writer import check_target, refused_writing
-from weights.lab.commands.training import REFUSED, Cache, LogFile, Until, WorldSet, time_of, with_settings
+from weights.lab.commands.training import REFUSED, Cache, LogFile, Until, WorldSet, naming, time_of, with_settings
 
 TowerSet = Annotated[
     list[str] | None,
@@ -45,7 +56,7 @@ def train_towers(
     replace_existing: Replace = False,
 ) -> None:
     """Train the two towers of retrieval from a log: a user's liked posts against those that others liked or passed over."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         from dataclasses import replace
 
         from weights.actions import score_weights_of
@@ -102,7 +113,7 @@ def train_towers(
 @app.command()
 def posts(
     log: Annotated[Path, typer.Argument(help="Log of impressions, as `train` takes it.")],
-    out: Annotated[Path, out_option("Parquet file to write.")],
+    out: Annotated[Path, out_file_option("Parquet file to write.")],
     since: Annotated[
         str, typer.Option(help="Only posts shown from then on: a day or Unix seconds. Default: all.")
     ] = "",
@@ -110,14 +121,18 @@ def posts(
     cache: Cache = None,
 ) -> None:
     """Write the posts of a log as `corpus build` takes them: ids, authors and times, one row for each post."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         from weights.lab.training.log import read_log
         from weights.lab.training.posts import write_posts
+        from weights.tables import LogError
 
         with progress_bar() as bar:
             impressions = read_log(log, ids, cache=cache, progress=bar)
         if since:
-            impressions = impressions.take(impressions.impression_ts >= time_of(since))
+            is_newer = impressions.impression_ts >= time_of(since)
+            if not is_newer.any():
+                raise LogError(f"the log shows no posts from {since} on; it covers {impressions.span}")
+            impressions = impressions.take(is_newer)
         count = write_posts(out, impressions)
     say(f"{out} holds {count:,} posts")
 
@@ -129,7 +144,7 @@ def eval_retrieval(
     since: Annotated[
         str, typer.Option(help="The test period starts here: a day or Unix seconds. Default: where training ended.")
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="JSON file for all figures. Default: none.")] = None,
+    out: Annotated[Path | None, out_file_option("JSON file for all figures. Default: none.")] = None,
     queries: Annotated[int, typer.Option(min=1, help="At most this many held-out requests, drawn with a seed.")] = 5000,
     score_weights: Annotated[str, typer.Option(help="Which posts were liked, as for `train-towers`.")] = "",
     ranker: Annotated[
@@ -140,7 +155,7 @@ def eval_retrieval(
     cache: Cache = None,
 ) -> None:
     """Print how many of the posts that users came to like are among the first 10, 100 and 500, beside popularity and a factorisation."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         if (log is None) == (ranker is None):
             raise CheckpointError("Give either --log or --ranker.")
         encoder = load_encoder(towers)

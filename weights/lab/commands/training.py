@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -39,6 +39,7 @@ from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput, Manifest
 from weights.format.writer import check_target, refused_writing
 from weights.text_ids import IdKind
+from weights.values import time_problem
 
 if TYPE_CHECKING:
     from weights.checkpoint import Checkpoint
@@ -121,7 +122,7 @@ def log_(
     cache: Cache = None,
 ) -> None:
     """Look at a log and print what `train` would decide from it, and why. Trains nothing."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         chosen = _plan_arguments(until, set_)
         impressions = _read(log, ids, _base(chosen[2]).product_surfaces, cache)
         plan = _plan(impressions, 1, chosen)
@@ -157,7 +158,7 @@ def train(
     start: Annotated[
         Path | None, typer.Option(help="Checkpoint to start from, with its architecture and its weights.")
     ] = None,
-    state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
+    state: Annotated[Path | None, out_option("Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Seed = 1,
     seeds: Annotated[
@@ -172,7 +173,7 @@ def train(
     ] = 1,
     tensorboard: Annotated[
         Path | None,
-        typer.Option(help="Directory for TensorBoard's event files of the run. Needs the extra tensorboard."),
+        out_option("Directory for TensorBoard's event files of the run. Needs the extra tensorboard."),
     ] = None,
     set_: Set = None,
     score_weights: Annotated[
@@ -193,7 +194,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a checkpoint from a log: look at the log, decide how to train, say why, and train with the model code that serves."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         from weights.lab.evaluate.calibration import calibrate
         from weights.lab.evaluate.evaluation import on_own_validation
         from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
@@ -326,6 +327,19 @@ def _read(log: Path, ids: IdKind, surfaces: int, cache: Path | None = None) -> L
         return read_log(log, ids, surfaces, cache, bar)
 
 
+@contextmanager
+def naming(log: Path | str | None) -> Iterator[None]:
+    """Put the name of the log that a command reads in front of a LogError that does not hold it."""
+    from weights.tables import LogError
+
+    try:
+        yield
+    except LogError as error:
+        if log is None or str(log) in str(error):
+            raise
+        raise LogError(f"{log}: {error}") from error
+
+
 def _say_plan(plan: Plan, log: Log, config: ModelConfig) -> None:
     """Print the log in a line, what it holds in counts, then what is decided from it."""
     from weights.lab.training.facts import facts
@@ -344,7 +358,9 @@ def _plan(log: Log, seed: int, chosen: PlanArguments) -> Plan:
 def time_of(text: str) -> int:
     """A time given as Unix seconds or as a day in UTC. Raises CheckpointError."""
     if text.isdecimal() and len(text) > 8:
-        return int(text)
+        if problem := time_problem(seconds := int(text)):
+            raise CheckpointError(f"The time {text[:32]} {problem}.")
+        return seconds
     try:
         return int(datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp())
     except ValueError as error:
@@ -408,7 +424,7 @@ def calibrate_(
 ) -> None:
     """Fit an offset and a slope for each action on requests that training has not seen, so that probabilities are frequencies. The order by
     one action stays; version and digest change."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         import msgspec
         import numpy as np
 
@@ -458,7 +474,7 @@ def off_policy_(
     cache: Cache = None,
 ) -> None:
     """Estimate what a checkpoint would have earned, had it chosen the order of a log that was served with exploration."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         import numpy as np
 
         from weights.lab.evaluate.off_policy import off_policy, rankings_of
@@ -489,7 +505,7 @@ def eval_(
     cache: Cache = None,
 ) -> None:
     """Evaluate a checkpoint on a period that it was not trained on, next to simple baselines that read the same history."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log or world_directory):
         if (world_directory is None) == (log is None):
             raise CheckpointError("Give either --log or --world.")
         from weights.lab.evaluate.evaluation import evaluate
@@ -549,7 +565,7 @@ def example(
     cache: Cache = None,
 ) -> None:
     """Write the example request and the names that the page of a running server shows, from the log. Then reload the page."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         from weights.lab.training.example import EXAMPLE_NAME, NAMES_NAME, write_example
         from weights.lab.training.log import aligned
 
@@ -572,7 +588,7 @@ def compare(
     cache: Cache = None,
 ) -> None:
     """Compare two checkpoints on the requests of a log: scores, order, calibration, and the requests that changed most."""
-    with refusals(*REFUSED):
+    with refusals(*REFUSED), naming(log):
         from weights.lab.evaluate.compare import compare as compared
         from weights.lab.evaluate.compare import write_comparison
         from weights.lab.training.log import aligned

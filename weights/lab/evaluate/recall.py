@@ -18,6 +18,7 @@ from model.retrieval.towers import Towers
 from weights.lab.evaluate.metrics import Figure, Means, Sampled, draws_of
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
+from weights.tables import LogError
 
 DEPTHS = (10, 100, 500)
 TOWERS, POPULARITY, FACTORS = "towers", "popularity", "factorisation, history folded in"
@@ -104,7 +105,7 @@ def evaluate_recall(
 ) -> Recalls:
     """Recall of the requests from `split` on. `worth` `[n]`: what each row of the log is worth; above 0 it was liked.
 
-    At most `most_queries` requests are measured, drawn with `seed`. Raises ValueError if no held-out request has a liked post.
+    At most `most_queries` requests are measured, drawn with `seed`. Raises LogError if no held-out request has a liked post.
     """
     log, posts = examples.log, Posts.of(examples.log)
     request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
@@ -112,7 +113,7 @@ def evaluate_recall(
     liked_rows = np.flatnonzero((worth > 0) & (np.arange(len(log)) >= frozen))
     queries = np.unique(request[liked_rows])
     if not len(queries):
-        raise ValueError("the test period holds no post that was liked, so there is nothing to find")
+        raise LogError("the test period holds no post that was liked, so there is nothing to find")
     if len(queries) > most_queries:
         queries = np.sort(np.random.default_rng(seed).choice(queries, most_queries, replace=False))
         liked_rows = liked_rows[np.isin(request[liked_rows], queries)]

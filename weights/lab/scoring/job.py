@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -83,9 +84,9 @@ def score_log(
         scorer.schema.names,
         scorer.manifest.digest,
     )
-    with alone_in(out):
+    parts, split = [out / f"part-{number:05}.parquet" for number in range(job.partitions)], out / ".split"
+    with alone_in(out), _given_back(out, parts):
         _claim(out, job)
-        parts, split = [out / f"part-{number:05}.parquet" for number in range(job.partitions)], out / ".split"
         todo = {part: split / f"{part.stem}.arrow" for part in parts if not part.exists()}
         if not all(piece.exists() for piece in todo.values()):
             _split(source, split, job, scorer.manifest, progress)
@@ -115,6 +116,21 @@ def _beyond(progress: Progress, before: int, rows: int) -> Callable[[int], None]
         progress("Scoring", before + scored, rows)
 
     return with_rows_before
+
+
+@contextmanager
+def _given_back(out: Path, parts: list[Path]) -> Iterator[None]:
+    """Remove what the job wrote to `out` if the log is refused before a part is finished: then the mended log can be scored there."""
+    try:
+        yield
+    except LogError:
+        if not any(part.exists() for part in parts):
+            for left in (out / ".split", out / ".split.new"):
+                shutil.rmtree(left, ignore_errors=True)
+            (out / "job.json").unlink(missing_ok=True)
+            with suppress(OSError):
+                out.rmdir()
+        raise
 
 
 def _claim(out: Path, job: Job) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weights.errors import reason_of
 from weights.format.writer import write_whole
 from weights.lab.training.trainer import Trainer
 
@@ -35,8 +36,7 @@ def load_state(trainer: Trainer, directory: Path) -> None:
     try:
         state = torch.load(path, map_location=trainer.settings.device, weights_only=True)
     except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise StateError(f"{path} cannot be read: {reason}") from error
+        raise StateError(f"{path} cannot be read: {reason_of(error).splitlines()[0]}") from error
     try:
         trainer.ranker.load_state_dict(state["ranker"])
         trainer.optimizer.load_state_dict(state["optimizer"])

@@ -238,6 +238,20 @@ def test_a_turn_that_is_killed_at_each_step_is_finished(loop: Loop) -> None:
     assert (code, "Nothing new" in said) == (0, True), said
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_what_a_killed_turn_joined_counts_for_the_same_options(loop: Loop) -> None:
+    """With other options it is joined again: absence would mean something else in it."""
+    loop.night(0)
+    for is_joined_before in (False, True):
+        code, said = killed_at(loop.command(), "Training.")
+        assert (code, "Joining." in said) == (-signal.SIGKILL, not is_joined_before), said
+    other = ("--observed", "favorite")
+    code, said = loop.refresh(*other, "--bound", "min_activity=0")
+    assert "Joining." in said, said
+    assert code in (0, 3), said
+
+
 def test_a_decision_that_was_not_carried_out_is_carried_out(loop: Loop) -> None:
     """As if it was killed between the decision and the switch."""
     first = os.readlink(loop.link)

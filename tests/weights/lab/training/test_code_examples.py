@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import runpy
+import subprocess
 import sys
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -140,3 +141,12 @@ def test_new_posts_are_compared_with_what_is_possible(tmp_path: Path) -> None:
     assert list(shares) == ["with", "best without topics", "optimum"]
     assert 0.5 < shares["best without topics"] < 0.9 < shares["optimum"] == 1
     assert shares["with"] < 0.9
+
+
+def test_vectors_that_are_not_there_are_named(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "codes.py", "fit", tmp_path / "nowhere.npy", tmp_path / "book.npz"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (
+        2,
+        f"codes.py: error: {tmp_path}/nowhere.npy is not there",
+    )

@@ -247,6 +247,82 @@ def test_a_column_of_csv_that_a_log_has_not_is_named(table: pa.Table, tmp_path: 
         read_log(tmp_path / "log.csv")
 
 
+def one_cell(row: int, name: str, value: str) -> Callable[[bytes], bytes]:
+    """Replaces a value of a row of CSV, counted from 1 without the header."""
+
+    def changed(text: bytes) -> bytes:
+        lines = text.decode().splitlines()
+        cells = lines[row].split(",")
+        cells[lines[0].replace('"', "").split(",").index(name)] = value
+        return "\n".join([*lines[:row], ",".join(cells), *lines[row + 1 :]]).encode()
+
+    return changed
+
+
+CSV_MISTAKES: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "a text in a column of numbers": (
+        "log.csv",
+        one_cell(300, "impression_ts", "yesterday"),
+        r", row 300: column impression_ts holds texts, not integers$",
+    ),
+    "a text as an id": ("log.csv", one_cell(7, "user_id", "bob"), r", row 7: column user_id holds texts, not integers"),
+    "no names of columns": (
+        "log.csv",
+        lambda text: text.partition(b"\n")[2],
+        r" has several columns with the name 'false'; the first line of CSV must hold the names$",
+    ),
+    "semicolons": (
+        "log.csv",
+        lambda text: text.replace(b",", b";"),
+        r": its values are separated by semicolons; separate them by commas$",
+    ),
+    "tabs": (
+        "log.csv",
+        lambda text: text.replace(b",", b"\t"),
+        r": its values are separated by tabs; separate them by commas$",
+    ),
+    "UTF-16": (
+        "log.csv",
+        lambda text: text.decode().encode("utf-16"),
+        r" is no text in UTF-8 but in UTF-16: convert it$",
+    ),
+    "Latin-1": (
+        "log.csv",
+        lambda text: text.replace(b"created_at", "créé".encode("latin-1")),
+        r" cannot be read as CSV: it is no text in UTF-8; convert it$",
+    ),
+    "gzip under a name without .gz": (
+        "log.csv",
+        gzip.compress,
+        r" is compressed with gzip, but its name does not end in \.gz: rename it$",
+    ),
+    "a name with .gz without gzip": (
+        "log.csv.gz",
+        lambda text: text,
+        r" is not compressed with gzip, but its name ends in \.gz: rename it$",
+    ),
+    "a name with .zst and gzip": (
+        "log.csv.zst",
+        gzip.compress,
+        r" is compressed with gzip, but its name does not end in \.gz: rename it$",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", CSV_MISTAKES)
+def test_a_mistake_in_csv_says_what_to_do(mistake: str, table: pa.Table, tmp_path: Path) -> None:
+    name, change, reason = CSV_MISTAKES[mistake]
+    (tmp_path / name).write_bytes(change(csv(table)))
+    with pytest.raises(LogError, match=f"{name}{reason}".replace("log.csv", r"log\.csv")):
+        read_log(tmp_path / name)
+
+
+def test_two_columns_of_one_name_are_refused(table: pa.Table, tmp_path: Path) -> None:
+    pq.write_table(table.append_column("post_id", table["post_id"]), tmp_path / "log.parquet")
+    with pytest.raises(LogError, match=r"log\.parquet has several columns with the name 'post_id'"):
+        read_log(tmp_path / "log.parquet")
+
+
 def test_a_cut_parquet_file_says_that_it_may_be_cut(table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table, path := tmp_path / "log.parquet")
     os.truncate(path, path.stat().st_size - 9)
