@@ -22,7 +22,7 @@ from app.api.in_flight import InFlight
 from app.api.route import Route
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, service_error_of
 from app.features import CheckedRequest, ReplyOptions
-from app.interface import Job, Ranked, ServedModel
+from app.interface import Job, PlaceRequest, Ranked, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
 from model.engine import CacheResult
@@ -179,6 +179,15 @@ class Result(NamedTuple):
     handle: str
 
 
+class Row(NamedTuple):
+    """One request of a batch that may be ranked, and for how many seconds it was read and checked."""
+
+    checked: CheckedRequest
+    job: Job
+    request: PlaceRequest
+    parse_seconds: float
+
+
 class BatchCall:
     """The requests of one call. Leaving it gives back its share of what all such calls together may hold."""
 
@@ -215,25 +224,26 @@ class BatchCall:
             with ExitStack() as places:
                 async with self._turn:  # requests are read and admitted one by one
                     await asyncio.sleep(0)  # lets other callers in
-                    checked, job, parse_seconds = await self._begin(place, item, places)
-                ranked = await self._state.ranker.rank(job, checked.context, checked.candidates)
-            body = _reply(self._caller, checked, ranked, parse_seconds)
+                    row = await self._begin(place, item, places)
+                checked = row.checked
+                ranked = await self._in_flight.rank(row.job, row.request, checked.context, checked.candidates)
+            body = _reply(self._caller, checked, ranked, row.parse_seconds)
         except (ServiceError, MemoryError) as error:
             return service_error_of(error)
-        return Result(body, job.model, ranked.cache, ranked.handle)
+        return Result(body, row.job.model, ranked.cache, ranked.handle)
 
-    async def _begin(self, place: int, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:
-        """Read, admit and check a request; the seconds are those that it was read and checked for."""
+    async def _begin(self, place: int, item: bytes, places: ExitStack) -> Row:
+        """Read, admit and check a request."""
         caller, ranker = self._caller, self._state.ranker
         before = caller.exchange.stages["parse"]
         rank_request = _read(caller, ranker.model(), item)
-        place_request = caller.place_request(**rank_request.sizes())
-        self._take(place_request.candidates)
-        job = await self._in_flight.enter(places, ranker.model, place_request)
+        request = caller.place_request(**rank_request.sizes())
+        self._take(request.candidates)
+        job = await self._in_flight.enter(places, ranker.model, request)
         checked = _check(caller, job.model, rank_request)  # another model may serve by now
         checked.endpoint = "/rank/batch"
         self._name(checked.options, place)
-        return checked, job, caller.exchange.stages["parse"] - before
+        return Row(checked, job, request, caller.exchange.stages["parse"] - before)
 
     def _name(self, options: ReplyOptions, place: int) -> None:
         """Give the request at this place a name that no other one of the call has. The reply tells it, unless it has a `request_id` of its
