@@ -121,7 +121,7 @@ def render(
     names = replies.names_of(checked)
     columns = [*range(len(names))] if options.actions is None else options.actions
     own = rows.score[explained], rows.probabilities[explained][:, columns]
-    rest = [(replies.combined_of(whole, scores), scores.probabilities[:, columns]) for scores in without]
+    rest = [(replies.placement_of(whole, scores).scores, scores.probabilities[:, columns]) for scores in without]
     yield (
         _json(
             {

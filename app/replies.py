@@ -41,10 +41,12 @@ class Rows(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where each candidate stands. `scores` float64 `[C]`; `order` int64 `[C]`: the candidates' places, best first; `ranks` int64 `[C]`, 1
-    is best; `propensities` float64 `[C]`: the probability of each rank given those above it, None where the ranks are not drawn."""
+    """Where each candidate stands. `scores` float64 `[C]`, made of the probabilities and of `continuous`, float32 `[C, Z]`, the continuous
+    outputs in their units; `order` int64 `[C]`: the candidates' places, best first; `ranks` int64 `[C]`, 1 is best; `propensities` float64
+    `[C]`: the probability of each rank given those above it, None where the ranks are not drawn."""
 
     scores: NDArray[np.float64]
+    continuous: NDArray[np.float32]
     order: NDArray[np.int64]
     ranks: NDArray[np.int64]
     propensities: NDArray[np.float64] | None
@@ -56,19 +58,20 @@ def names_of(checked: CheckedRequest) -> tuple[str, ...]:
     return names if columns is None else tuple(names[column] for column in columns)
 
 
-def combined_of(checked: CheckedRequest, scores: Scores) -> NDArray[np.float64]:
-    """Return the combined scores, float64 `[C]`."""
+def combined_of(checked: CheckedRequest, scores: Scores, continuous: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the combined scores, float64 `[C]`. `continuous`: the outputs of `scores` in their units."""
     values, weights = scores.probabilities, checked.options.weights
     actions = values.shape[1]
     if len(weights) > actions:
-        values = np.concatenate((values, scores.continuous * checked.vocabulary.scales), 1)
+        values = np.concatenate((values, continuous), 1)
     combined = combine(values, weights)
     return offset(combined, *magnitudes(weights[:actions])) if checked.options.has_offset else combined
 
 
 def placement_of(checked: CheckedRequest, scores: Scores) -> Placement:
     """Rank the candidates: by score, or drawn where the request wants that."""
-    combined, options = combined_of(checked, scores), checked.options
+    options, continuous = checked.options, scores.continuous * checked.vocabulary.scales
+    combined = combined_of(checked, scores, continuous)
     propensities = None
     if options.temperature is None:
         order = order_of(combined)
@@ -77,14 +80,13 @@ def placement_of(checked: CheckedRequest, scores: Scores) -> Placement:
         order, propensities = draw_order(combined, options.temperature, noise)
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(1, len(order) + 1)
-    return Placement(combined, order, ranks, propensities)
+    return Placement(combined, continuous, order, ranks, propensities)
 
 
 def rows_of(checked: CheckedRequest, scores: Scores, placement: Placement) -> Rows:
     """Return scores and ranks of the candidates, in the order and with the columns that the request wants."""
-    combined, order, ranks, propensities = placement
-    post_ids, options = checked.post_ids, checked.options
-    probabilities, continuous = scores.probabilities, scores.continuous * checked.vocabulary.scales
+    combined, continuous, order, ranks, propensities = placement
+    post_ids, options, probabilities = checked.post_ids, checked.options, scores.probabilities
     if options.actions is not None:
         probabilities = probabilities[:, options.actions]
     if options.top_k is not None:
