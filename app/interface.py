@@ -154,7 +154,10 @@ class ReloadInProgress(RuntimeError):
 
 
 class Job(Protocol):
-    """One admitted request and its place in the queue, from `RankingService.admit`. Give it to `RankingService.rank` once."""
+    """One admitted request and its place in the queue, from `RankingService.admit`. Give it to `RankingService.rank` once.
+
+    One that `rank` refuses with Overloaded may be reserved and given to it again.
+    """
 
     @property
     def model(self) -> ServedModel:
@@ -269,7 +272,7 @@ class RankingService(Protocol):
         ...
 
     async def reserve(self, job: Job) -> None:
-        """Return once the job has its place for certain. Call it before other work for the request, and before the next request of a call.
+        """Return once the job has its place for certain. Call it before other work for the request.
 
         Raises as `admit` describes. A second call does nothing.
         """

@@ -199,5 +199,4 @@ class Explaining:
             async with lock:
                 job = await in_flight.enter(places, model, place_request)
                 self.has_begun = True
-            ranked: Ranked = await ranker.rank(job, context, candidates)
-            return ranked
+            return await in_flight.rank(job, place_request, context, candidates)

@@ -172,6 +172,15 @@ class Result(NamedTuple):
     handle: str
 
 
+class Row(NamedTuple):
+    """One request of a batch that may be ranked, and for how many seconds it was read and checked."""
+
+    checked: CheckedRequest
+    job: Job
+    request: PlaceRequest
+    parse_seconds: float
+
+
 class BatchCall:
     """The requests of one call. Leaving it gives back its share of what all such calls together may hold."""
 
@@ -208,15 +217,16 @@ class BatchCall:
             with ExitStack() as places:
                 async with self._turn:  # requests are read and admitted one by one
                     await asyncio.sleep(0)  # lets other callers in
-                    checked, job, parse_seconds = await self._begin(place, item, places)
-                ranked = await self._state.ranker.rank(job, checked.context, checked.candidates)
-            body = _reply(self._caller, checked, ranked, parse_seconds)
+                    row = await self._begin(place, item, places)
+                checked = row.checked
+                ranked = await self._in_flight.rank(row.job, row.request, checked.context, checked.candidates)
+            body = _reply(self._caller, checked, ranked, row.parse_seconds)
         except (ServiceError, MemoryError) as error:
             return service_error_of(error)
-        return Result(body, job.model, ranked.cache, ranked.handle)
+        return Result(body, row.job.model, ranked.cache, ranked.handle)
 
-    async def _begin(self, place: int, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:
-        """Read, admit and check a request; the seconds are those that it was read and checked for."""
+    async def _begin(self, place: int, item: bytes, places: ExitStack) -> Row:
+        """Read, admit and check a request."""
         caller, ranker = self._caller, self._state.ranker
         before = caller.exchange.stages["parse"]
         rank_request, place_request = _read(caller, ranker.model(), item)
@@ -225,7 +235,7 @@ class BatchCall:
         checked = _check(caller.exchange, job.model, rank_request)  # another model may serve by now
         checked.endpoint = "/rank/batch"
         self._name(checked.options, place)
-        return checked, job, caller.exchange.stages["parse"] - before
+        return Row(checked, job, place_request, caller.exchange.stages["parse"] - before)
 
     def _name(self, options: ReplyOptions, place: int) -> None:
         """Give the request at this place a name that no other one of the call has. The reply tells it, unless it has a `request_id` of its

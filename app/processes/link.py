@@ -58,6 +58,11 @@ class Link(asyncio.Protocol):
         return self._is_congested
 
     @property
+    def unread_bytes(self) -> int:
+        """How much waits here because the peer does not read it."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
     def questions(self) -> int:
         """How many of this end's questions have no answer yet."""
         return len(self._unanswered)

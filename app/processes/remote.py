@@ -39,7 +39,19 @@ from app.interface import (
     ServedModel,
 )
 from app.processes.link import Link
-from app.processes.messages import Admit, Answer, Call, Cancel, EngineState, Failed, FromEngine, Rank, Search, encode
+from app.processes.messages import (
+    MAX_BYTES,
+    Admit,
+    Answer,
+    Call,
+    Cancel,
+    EngineState,
+    Failed,
+    FromEngine,
+    Rank,
+    Search,
+    encode,
+)
 from app.settings import Settings
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
@@ -52,6 +64,7 @@ RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
 SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
 CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
+MOST_UNREAD_BYTES = MAX_BYTES // 4  # more may not wait for an engine process that reads too slowly
 REPLACED_KEPT = 4  # models and corpora that no longer serve, for requests under way
 STARTING = EngineState(Health(False, False, False, False, "The engine process is starting."))
 ENDED = EngineState(Health(False, False, True, False, "The engine process has ended."))
@@ -96,6 +109,7 @@ class RemoteService:
         self._served: dict[int, Any] = {}  # models and corpora that serve or did lately, by number
         self._heard = 0.0
         self._questions: Counter[str | None] = Counter()  # without an answer, by API key
+        self._costs: Counter[str | None] = Counter()  # candidates and history events of those questions, by API key
         self._refused_at = float("-inf")  # clock seconds when the engine process last refused a request of this worker
         self._is_draining = self._refuses = self._has_started = False
         self._task: asyncio.Task[None] | None = None
@@ -219,7 +233,7 @@ class RemoteService:
             raise NotReady(health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         is_crowded = self.clock() < self._refused_at + CROWDED_SECONDS
         is_full = bool(self.state.closed) or self._has_too_many_questions(key)
-        if self._link.is_congested or (is_crowded and is_full):
+        if self._fills_link(key, self._link) or (is_crowded and is_full):
             self.metrics.rejected.labels("queue_full").inc()
             detail = self.state.closed or "the queue is full"
             raise Overloaded(
@@ -243,6 +257,14 @@ class RemoteService:
         share = 1.0 if key is None else queue.max_share_per_key
         return self._questions[key] >= share * queue.max_requests
 
+    def _fills_link(self, key: str | None, link: Link) -> bool:
+        """Whether the engine process reads more slowly than this worker writes, and this key has at least an equal part of the work under
+        way: other keys do not answer for what it sends. If very much waits, the engine process does not read, and nobody may send more."""
+        if not link.is_congested:
+            return False
+        has_large_part = key in self._costs and self._costs[key] * len(self._costs) >= self._costs.total()
+        return has_large_part or link.unread_bytes > MOST_UNREAD_BYTES
+
     def _down(self) -> ServiceError:
         reason = self.health().reason
         kind: type[ServiceError] = EngineDown if self.state.health.failed or self._link is not None else NotReady
@@ -256,17 +278,20 @@ class RemoteService:
         raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
 
     async def ask(
-        self, make: Callable[[int], Any], result: Any, deadline: float | None = None, key: str | None = None
+        self, make: Callable[[int], Any], result: Any, deadline: float | None, key: str | None, cost: int
     ) -> Any:
-        """Ask the engine process on behalf of this key. Raises EngineDown where it ends, and DeadlineExceeded where it does not answer in
-        time."""
+        """Ask the engine process on behalf of this key. `cost`: how many candidates and history events the question holds. Raises
+        EngineDown where the process ends, and DeadlineExceeded where it does not answer in time."""
+        cost += 1
         self._questions[key] += 1
+        self._costs[key] += cost
         try:
             return await self._answer(lambda link: link.ask(make, result), deadline)
         finally:
             self._questions[key] -= 1
+            self._costs[key] -= cost
             if not self._questions[key]:
-                del self._questions[key]
+                del self._questions[key], self._costs[key]
 
     async def call(self, method: str, *arguments: Any, deadline: float | None = None) -> Any:
         """Call a method of the engine process. Raises as `ask` does."""
@@ -300,7 +325,7 @@ class RemoteService:
             place = id
             return Admit(id, number, request)
 
-        await self.ask(admit, None, request.deadline, request.key)
+        await self.ask(admit, None, request.deadline, request.key, cost=0)
         job.link, job.place = link, place
 
     async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
@@ -310,7 +335,11 @@ class RemoteService:
             raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         number, request = self.number_of(job.model), self._with_deadline(job.request)
         ranked = await self.ask(
-            lambda id: Rank(id, number, context, candidates, request, job.place), Ranked, request.deadline, request.key
+            lambda id: Rank(id, number, context, candidates, request, job.place),
+            Ranked,
+            request.deadline,
+            request.key,
+            cost=request.candidates + request.history,
         )
         job.place = 0
         return cast(Ranked, ranked)
@@ -383,7 +412,11 @@ class RemoteCorpus:
         """See `interface.CorpusService.search`."""
         number = self._ranker.number_of(served)
         result = await self._ranker.ask(
-            lambda id: Search(id, number, request), SearchResult, request.deadline, request.key
+            lambda id: Search(id, number, request),
+            SearchResult,
+            request.deadline,
+            request.key,
+            cost=len(request.query.context),
         )
         return cast(SearchResult, result)
 

@@ -13,7 +13,7 @@ from loadtest.rows import Row, publish
 
 def measure(
     only: Annotated[
-        Literal["all", "engines", "codes", "http", "served", "limits"], typer.Option(help="What to measure.")
+        Literal["all", "engines", "codes", "http", "batches", "served", "limits"], typer.Option(help="What to measure.")
     ] = "all",
     before: Annotated[
         Path | None, typer.Option(help="Another checkout, with its own .venv or ours, for HTTP in turns.")
@@ -46,6 +46,11 @@ def measure(
         from loadtest.bench.http import http_rows
 
         for row in http_rows(before, rounds, seconds, workers):
+            add(row)
+    if only in ("all", "batches"):
+        from loadtest.bench.http import batch_rows
+
+        for row in batch_rows(before, rounds, seconds, workers or 2):
             add(row)
     if only in ("all", "served"):
         from loadtest.bench.served import served_rows

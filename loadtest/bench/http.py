@@ -58,6 +58,27 @@ def http_rows(before: Path | None, rounds: int, seconds: float, workers: int) ->
         yield from compared(sides, [production_load()], rounds, seconds)
 
 
+def batch_rows(before: Path | None, rounds: int, seconds: float, workers: int) -> Iterator[Row]:
+    """p50 of a `/rank/batch` of 32 requests of 7 candidates with several workers, at one connection, and its ratio to `before`'s."""
+    settings: dict[str, Any] = {"logs__success_sample": 1, "queue__max_wait_seconds": 0, "workers": workers}
+    request = orjson.loads((DEMO / "example.json").read_bytes())
+    users = [[request | {"user_id": str(32 * call + row + 1)} for row in range(32)] for call in range(50)]
+    bodies = [orjson.dumps({"requests": requests}) for requests in users]
+    load = Load(
+        f"32 × 7 candidates, batch, {workers} workers, one connection",
+        "/rank/batch",
+        {"content-type": "application/json"},
+        bodies,
+        1,
+        1.0,
+    )
+    with ExitStack() as stack:
+        sides = {"ours": stack.enter_context(serving(**settings))}
+        if before is not None:
+            sides["before"] = stack.enter_context(serving_of(before, **settings))
+        yield from compared(sides, [load], rounds, seconds)
+
+
 def compared(sides: Mapping[str, Server], loads: Sequence[Load], rounds: int, seconds: float) -> Iterator[Row]:
     """Read every load on every side in turns."""
     readings_of: dict[tuple[str, str], list[wrk.Reading]] = {}

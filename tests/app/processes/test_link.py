@@ -14,30 +14,37 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import structlog
 
 from app.errors import DeadlineExceeded, InternalError, NotReady, Overloaded
 from app.interface import Health, PlaceRequest
+from app.main import create_app
 from app.processes.engine_process import EngineProcess
 from app.processes.link import Link
 from app.processes.messages import (
     LENGTH,
     MAX_BYTES,
     METHODS,
+    Admit,
     Answer,
     Call,
     Cancel,
     EngineState,
     FromEngine,
     FromWorker,
+    Rank,
     Served,
+    decoder,
     frame,
 )
 from app.processes.remote import RemoteService
 from app.settings import Queue, Settings
 from app.telemetry.metrics import Metrics
 from tests.support import rankers
+from tests.support.asgi import ADDRESS
+from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request
 
 pytestmark = pytest.mark.anyio
@@ -75,6 +82,42 @@ async def worker(path: Path, **groups: Any) -> AsyncIterator[RemoteService]:
         yield ranker
     finally:
         await ranker.stop(1.0)
+
+
+@asynccontextmanager
+async def overheard(path: Path, far: Path) -> AsyncIterator[list[Any]]:
+    """What workers that link to `path / "engine"` send to the engine process at `far / "engine"`, message by message."""
+    messages: list[Any] = []
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        engine_reader, engine_writer = await asyncio.open_unix_connection(far / "engine")
+
+        async def pass_answers_back() -> None:
+            while data := await engine_reader.read(2**16):
+                writer.write(data)
+
+        answering = asyncio.ensure_future(pass_answers_back())
+        try:
+            while True:
+                length = await reader.readexactly(LENGTH.size)
+                body = await reader.readexactly(*LENGTH.unpack(length))
+                messages.append(decoder(FromWorker).decode(body))
+                engine_writer.write(length + body)
+        except asyncio.IncompleteReadError:
+            engine_writer.close()
+            await answering
+            writer.close()
+
+    async with await asyncio.start_unix_server(relay, path / "engine"):
+        yield messages
+
+
+@asynccontextmanager
+async def http_of(ranker: RemoteService) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the application of this worker."""
+    transport = httpx.ASGITransport(create_app(ranker.settings, ranker))
+    async with httpx.AsyncClient(transport=transport, base_url=ADDRESS) as client:
+        yield client
 
 
 async def test_a_number_of_a_replaced_model_is_answered(tmp_path: Path) -> None:
@@ -116,18 +159,25 @@ async def test_a_fault_in_a_message_handler_ends_one_link_with_a_line(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "sent",
-    [LENGTH.pack(MAX_BYTES + 1), LENGTH.pack(1) + b"\xc1", 2 * frame(Call(7, "exposition", []))],
+    ("sent", "reason"),
+    [
+        (LENGTH.pack(MAX_BYTES + 1), f"a message of {MAX_BYTES + 1} bytes"),
+        (LENGTH.pack(1) + b"\xc1", "MessagePack data is malformed"),
+        (2 * frame(Call(7, "exposition", [])), "a question with an id in use"),
+    ],
     ids=["too long", "no message", "an id in use"],
 )
-async def test_bytes_that_break_the_protocol_end_one_link(tmp_path: Path, sent: bytes) -> None:
+async def test_bytes_that_break_the_protocol_end_one_link(tmp_path: Path, sent: bytes, reason: str) -> None:
+    """The line says what the peer sent. A fault of ours would be named by its exception."""
     async with engine_process(tmp_path), worker(tmp_path) as other, asyncio.timeout(10):
         with structlog.testing.capture_logs() as lines:
             reader, writer = await asyncio.open_unix_connection(tmp_path / "engine")
             writer.write(sent)
             await reader.read()  # to its end
             writer.close()
-        assert [line["event"] for line in lines] == ["link_broken"]
+        assert [(line["event"], line["reason"].partition(":")[0], "error" in line) for line in lines] == [
+            ("link_broken", reason, False)
+        ]
         assert other.health().ready
 
 
@@ -269,3 +319,94 @@ async def test_a_reserved_place_is_never_refused_and_is_freed(tmp_path: Path) ->
             await asyncio.sleep(0)
             ranking.cancel()
         await rankers.until(lambda: admission.candidates == 0)
+
+
+async def test_a_key_that_fills_the_link_leaves_it_open_to_others(tmp_path: Path) -> None:
+    """The engine process says that it is well, and reads nothing for a while."""
+    state = EngineState(Health(True, True, False, False, ""), Served.of(1, fake_model(FakeEngine()).served))
+    is_over = asyncio.Event()
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frame(state))
+        await is_over.wait()
+        writer.close()
+
+    async def rank(ranker: RemoteService, key: str, count: int) -> None:
+        context, posts = fake_request(1, candidates=count)
+        with ranker.admit(ranker.model(), PlaceRequest(count, len(context), key=key)) as job:
+            await ranker.rank(job, context, posts)
+
+    @asynccontextmanager
+    async def ranking(ranker: RemoteService, *requests: tuple[str, int]) -> AsyncIterator[None]:
+        tasks = [asyncio.ensure_future(rank(ranker, key, count)) for key, count in requests]
+        await asyncio.sleep(0.05)
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async with await asyncio.start_unix_server(greet, tmp_path / "engine"), worker(tmp_path) as ranker:
+        async with ranking(ranker, *[("greedy", 20_000)] * 4, ("modest", 4)):
+            with pytest.raises(Overloaded):
+                ranker.check_open("greedy")
+            ranker.check_open("modest")
+            ranker.check_open("newcomer")
+        ranker.check_open("modest")  # nor for what its caller left on the link
+        async with ranking(ranker, ("greedy", MAX_BYTES // 4 // 16)):
+            with pytest.raises(Overloaded):
+                ranker.check_open("modest")
+        is_over.set()
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    """Where the engine process of `overheard` listens."""
+    (folder := tmp_path / "far").mkdir()
+    return folder
+
+
+async def test_rows_of_a_batch_take_one_message_each(tmp_path: Path, far: Path) -> None:
+    rows = [good(user_id=user) for user in range(1, 33)]
+    async with (
+        engine_process(far),
+        overheard(tmp_path, far) as messages,
+        worker(tmp_path) as ranker,
+        http_of(ranker) as client,
+    ):
+        reply = await client.post("/rank/batch", json=rows)
+    assert [result.get("error") for result in reply.json()] == [None] * 32
+    assert [type(message) for message in messages] == [Rank] * 32
+
+
+async def test_rows_that_the_queue_refuses_come_in_later(tmp_path: Path, far: Path) -> None:
+    """In a queue with room for one, each row but the first is sent at most twice, and reserves its place when another one has left."""
+    rows, engine = [good(user_id=user) for user in range(1, 9)], FakeEngine()
+    tight = Queue(max_candidates=len(rows[0]["candidates"]), max_wait_seconds=0)
+    async with (
+        engine_process(far, engine, queue=tight),
+        overheard(tmp_path, far) as messages,
+        worker(tmp_path) as ranker,
+        http_of(ranker) as client,
+    ):
+        reply = await client.post("/rank/batch", json=rows)
+    assert [result.get("error") for result in reply.json()] == [None] * 8
+    assert sorted(engine.forwards) == [[user] for user in range(1, 9)]
+    assert sum(isinstance(message, Admit) for message in messages) <= 2 * 7
+    assert len(messages) <= 8 + 3 * 7
+
+
+async def test_a_cancelled_batch_frees_the_places_of_all_its_rows(tmp_path: Path, far: Path) -> None:
+    rows, gate = [good(user_id=user) for user in range(1, 9)], Gate()
+    tight = Queue(max_candidates=2 * len(rows[0]["candidates"]), max_wait_seconds=0)
+    async with (
+        engine_process(far, FakeEngine(before=gate), queue=tight) as process,
+        overheard(tmp_path, far) as messages,
+        worker(tmp_path) as ranker,
+        http_of(ranker) as client,
+    ):
+        batch = asyncio.ensure_future(client.post("/rank/batch", json=rows))
+        await rankers.until(lambda: sum(isinstance(message, Rank) for message in messages) >= 3)
+        await rankers.until(lambda: process.ranker.admission.requests == 2)
+        batch.cancel()
+        await rankers.until(lambda: process.ranker.admission.requests == 0, 5)  # their deadline is after 10
+        gate.opened.set()
