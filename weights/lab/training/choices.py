@@ -47,6 +47,8 @@ COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
 HIDDEN_CODED_POSTS = 0.5
 """Posts with content codes are hidden at least this often: a model that sees their ids learns the posts and not the codes."""
+HIDDEN_CODES = 0.5
+"""Where posts come again, so many of their content codes are hidden: all codes of a post together tell which post it is."""
 LEARNABLE_POSITIVES = 200  # the ranker was no better than chance with 117, and learned something with 260
 LEARNABLE_USERS = 20
 LIKENESS = {
@@ -138,7 +140,7 @@ def plan(
     name, positives = main_action(past, weights)
     choices = (
         split, *_too_little(past, name, positives), _hidden(new, has_codes=bool(log.codes.any())), _tables(past, new), _ages(past),
-        *_codes(log), _dwell(past), _learning(past, new), _schedule(past, name, positives), *_constant(past), scored,
+        *_codes(log, new), _dwell(past), _learning(past, new), _schedule(past, name, positives), *_constant(past), scored,
     )  # fmt: skip
     values = {name: value for choice in choices for name, value in choice.values.items()} | dict(overrides or {})
     config = demo_config(len(log.action_names))
@@ -227,14 +229,20 @@ def _tables(log: Log, new: Mapping[str, float]) -> Choice:
     return Choice(f"to train on: {seen}", decided, {f"{kind}_rows": count for kind, count in rows.items()})
 
 
-def _codes(log: Log) -> list[Choice]:
+def _codes(log: Log, new: Mapping[str, float]) -> list[Choice]:
     """Content codes as an input, if the log has them. The whole log counts: the posts held out come from the same code book."""
     levels, most = log.codes.shape[1], int(log.codes.max(initial=0))
     if not most:
         return []
     share = float(log.codes.any(1).mean())
     seen = f"content codes for {share:.0%} of the impressions: {levels} levels, the largest code {most}"
-    return [Choice(seen, "content codes as input", {"code_levels": levels, "code_values": most})]
+    values = {"code_levels": levels, "code_values": most}
+    if new["post"] >= MOSTLY_HIDDEN:
+        return [Choice(seen, "content codes as input", values)]
+    decided = (
+        f"content codes as input, {HIDDEN_CODES:.0%} of them hidden so that they are not learned as names of posts"
+    )
+    return [Choice(seen, decided, {**values, "hidden_code_share": HIDDEN_CODES})]
 
 
 def _ages(log: Log) -> Choice:

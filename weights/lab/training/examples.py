@@ -56,13 +56,15 @@ class HiddenShares:
     """The shares, 0 … 1, of users, posts and authors that training shows under an id never seen, as new ones are when served.
 
     Half of the hidden users have no id at all. Without hidden ids a model learns nothing about what to do with new ones. `events`: the
-    share of a history that is left out, each event leaving its place empty, so that no single event decides.
+    share of a history that is left out, each event leaving its place empty, so that no single event decides. `codes`: the share of the
+    content codes that are shown as none, level by level, so that the codes of a post do not tell which post it is.
     """
 
     users: float = 0.0
     posts: float = 0.0
     authors: float = 0.0
     events: float = 0.0
+    codes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,14 +287,24 @@ def _with_hidden_ids(request: Request, rng: np.random.Generator, hidden: HiddenS
     if hidden.events:
         posts[0] = np.where(rng.random(len(context)) < hidden.events, np.uint64(0), posts[0])
     authors = [hide(part.author_ids, rng, hidden.authors) if hidden.authors else part.author_ids for part in request]
+    codes = [_without_some(part.codes, rng, hidden.codes) if hidden.codes else part.codes for part in request]
     return (
         replace(
-            context, user_id=context.user_id if is_user_shown else unseen, post_ids=posts[0], author_ids=authors[0]
+            context,
+            user_id=context.user_id if is_user_shown else unseen,
+            post_ids=posts[0],
+            author_ids=authors[0],
+            codes=codes[0],
         ),
-        replace(candidates, post_ids=posts[1], author_ids=authors[1]),
+        replace(candidates, post_ids=posts[1], author_ids=authors[1], codes=codes[1]),
     )
 
 
 def hide(ids: NDArray[np.uint64], rng: np.random.Generator, share: float) -> NDArray[np.uint64]:
     """The ids, with a share of them replaced by ids never seen."""
     return np.where(rng.random(len(ids)) < share, rng.integers(1, 2**63, len(ids), np.uint64), ids)
+
+
+def _without_some(codes: NDArray[np.int64], rng: np.random.Generator, share: float) -> NDArray[np.int64]:
+    """The content codes, with a share of them replaced by 0, which is none."""
+    return np.where(rng.random(codes.shape) < share, 0, codes)

@@ -72,6 +72,11 @@ class TrainSettings:
     hidden_event_share: Annotated[
         float, "share of events left out of the histories, so that no single event decides", SHARE
     ] = 0.0
+    hidden_code_share: Annotated[
+        float,
+        "share of the content codes, level by level, shown as none, so that they do not tell which post it is",
+        SHARE,
+    ] = 0.0
     counts_share: Annotated[
         float,
         "how much of a label is what a logistic model on counts expects, rather than what happened: small logs are then not learned by "

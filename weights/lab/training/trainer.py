@@ -113,6 +113,7 @@ class Trainer:
             settings.hidden_post_share,
             settings.hidden_author_share,
             settings.hidden_event_share,
+            settings.hidden_code_share,
         )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.ranker = Ranker(examples.config)

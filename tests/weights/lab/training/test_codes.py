@@ -24,7 +24,7 @@ from weights.lab.evaluate.metrics import auc_within
 from weights.lab.evaluate.predict import predict
 from weights.lab.training import initial
 from weights.lab.training.choices import plan
-from weights.lab.training.examples import Examples
+from weights.lab.training.examples import Examples, HiddenShares
 from weights.lab.training.log import Log, read_log, write_log
 from weights.lab.training.posts import write_posts
 from weights.lab.training.towers import tower_settings
@@ -54,6 +54,8 @@ def test_a_log_with_codes_gets_a_model_with_codes(world: World) -> None:
     plain, made = plan(few), plan(coded(few, 3))
     assert (plain.config.code_levels, made.config.code_levels, made.config.code_values) == (0, 3, 7)
     assert (plain.settings.hidden_post_share, made.settings.hidden_post_share) == (0.02, 0.5)
+    assert (plain.settings.hidden_code_share, made.settings.hidden_code_share) == (0.0, 0.5)
+    assert plan(coded(world.log)).settings.hidden_code_share == 0.0, "its posts are mostly new"
     assert any("3 levels, the largest code 7" in line for line in made.lines())
     assert any("so often that the codes are learned" in line for line in made.lines())
     assert not any("codes" in line for line in plain.lines())
@@ -67,6 +69,18 @@ def test_codes_outside_the_architecture_are_refused(world: World) -> None:
             Examples(log, replace(small_config(), code_levels=levels, code_values=values))
     padded = Examples(log, replace(small_config(), code_levels=3, code_values=9))
     assert padded.candidates(padded.rows(0)).codes[:, 2].tolist() == [0] * len(padded.rows(0))
+
+
+def test_hidden_codes_are_none_in_the_stated_share(world: World) -> None:
+    examples = Examples(coded(world.log), replace(small_config(), code_levels=2, code_values=7))
+    groups = [np.array([index]) for index in range(200, 264)]
+    plain, _, _ = examples.training_batch(groups, np.random.default_rng(1), HiddenShares(), 64)
+    hidden, _, _ = examples.training_batch(groups, np.random.default_rng(1), HiddenShares(codes=0.5), 64)
+    for name in ("history_codes", "candidate_codes"):
+        before, after = getattr(plain, name), getattr(hidden, name)
+        assert 0.45 < (after == 0)[before != 0].float().mean() < 0.55
+        assert torch.equal(before[after != 0], after[after != 0])
+    assert torch.equal(plain.candidate_post_rows, hidden.candidate_post_rows)
 
 
 @pytest.mark.parametrize("levels", [1, 14])
