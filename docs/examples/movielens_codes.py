@@ -7,8 +7,9 @@
     python docs/examples/movielens_codes.py table unseen/log.parquet unseen/with unseen/without
 
 A quarter of the films, drawn at random, has no rows before 1998-03-07, where training ends. The table has the AUC within users of
-`favorite`, with intervals by resampling users: on the rated ones of these films, and on all impressions of the other films. Beside the
-checkpoints stand boosted trees on the history, without and with the codes and each user's rates of them as columns.
+`favorite`, with intervals by resampling users: on all impressions of these films, on those that were rated, and on all impressions of the
+other films. Beside the checkpoints stand boosted trees on the history, without and with the codes and each user's rates of them as
+columns; they learn from rated films alone.
 """
 
 from __future__ import annotations
@@ -92,14 +93,14 @@ def without_new_films(log: Log, source: Path, seed: int) -> Log:
 
 
 def table(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
-    """Rows of the table, for favorite after the training of the first checkpoint: AUC within users on the rated films that training never
-    saw, the lead of the first checkpoint there, and AUC within users on all impressions of films that training saw."""
+    """Rows of the table, for favorite after the training of the first checkpoint: AUC within users on the films that training never saw,
+    the lead of the first checkpoint there, and AUC within users on those of them that were rated, and on the films that training saw."""
     log, loaded = read_log(log_path), [load_checkpoint(path) for path in checkpoints]
     until = int(loaded[0].manifest.training["until_ts"])
     favorite, click = ACTIONS.index("favorite"), ACTIONS.index("click")
     test = log.take(log.impression_ts >= until)
     is_unseen = ~np.isin(test.post_id, np.unique(log.post_id[log.impression_ts < until]))
-    parts = is_unseen & test.actions[:, click], ~is_unseen
+    parts = is_unseen, is_unseen & test.actions[:, click], ~is_unseen
     judges = [Judge.of(test.take(part)) for part in parts]
     examples = Examples(log, loaded[0].manifest.config)
     split = int(np.searchsorted(examples.times, until))
@@ -114,13 +115,21 @@ def table(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
     rows = list[list[str]]()
     first: Sampled | None = None
     for name, score in scores.items():
-        unseen, seen = (
+        unseen, rated, seen = (
             judge.measured(test.actions[part, favorite], score[part])[WITHIN]
             for judge, part in zip(judges, parts, strict=True)
         )
         first = first or unseen
         lead = (first - unseen).figure()
-        rows.append([name, str(unseen.figure()), str(lead) if first is not unseen else "", str(seen.figure())])
+        rows.append(
+            [
+                name,
+                str(unseen.figure()),
+                str(lead) if first is not unseen else "",
+                str(rated.figure()),
+                str(seen.figure()),
+            ]
+        )
     return rows
 
 
@@ -163,7 +172,7 @@ def main() -> None:
         write_log(options.out / "log.parquet", log)
         print(f"{options.out / 'log.parquet'} holds {len(log):,} impressions with {log.codes.shape[1]} codes each")
     else:
-        head = ["favorite, held out", "unseen films that were rated", "lead of the first", "impressions of films seen"]
+        head = ["favorite, held out", "unseen films", "lead of the first", "those that were rated", "films seen"]
         for row in (head, ["---", *["--:"] * (len(head) - 1)], *table(options.log, options.checkpoints)):
             print("| " + " | ".join(row) + " |")
 
