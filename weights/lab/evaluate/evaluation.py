@@ -17,7 +17,7 @@ from weights.lab.evaluate.baselines import BASELINES, SIMPLE, baselines
 from weights.lab.evaluate.metrics import CHANCE, Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
 from weights.lab.evaluate.predict import ABLATIONS, Prediction, predict, rows_of
 from weights.lab.training.examples import Examples
-from weights.lab.training.log import Log
+from weights.lab.training.log import IN_MEMORY_ROWS, Log
 from weights.lab.training.run import check_split, split
 from weights.lab.training.settings import TrainSettings
 from weights.lab.world.store import Facts
@@ -25,8 +25,9 @@ from weights.lab.world.store import Facts
 FREQUENT_SHARE = 0.01
 MOST_HEADLINES = 5
 REMARKABLE = 0.001  # a difference of AUC that the report remarks on
-SIMPLE_ROWS = 5_000_000
-"""The simple baselines of a run are fitted to at most so many of the newest rows: counts of a larger log would not fit into memory."""
+SIMPLE_ROWS = 2_000_000
+"""Of a log that is not read into memory, the simple baselines of a run are fitted to so many of the newest rows: counts of all would not
+fit either."""
 MODEL, TRUE_AFFINITY, OPTIMUM = "model", "true affinity", "optimum"
 K = 10
 METRICS = ("AUC", "AUC within users", "AUC within requests", f"NDCG@{K} of requests", f"NDCG@{K} of users")
@@ -375,11 +376,13 @@ def on_own_validation(
     headline = headline_actions(shown, score_weights)
     model = predict(ranker, examples, validation).probabilities
     begin = int(examples.starts[first])
-    skipped = int(np.searchsorted(examples.starts, begin - SIMPLE_ROWS))  # requests that simple baselines do not read
-    newest = (
-        Examples(examples.log.take(slice(int(examples.starts[skipped]), None)), ranker.config) if skipped else examples
-    )
-    simple = baselines(newest, first - skipped, headline, names=SIMPLE)
+    if len(examples.log) > IN_MEMORY_ROWS:
+        skipped = int(
+            np.searchsorted(examples.starts, begin - SIMPLE_ROWS)
+        )  # requests that simple baselines do not read
+        first -= skipped
+        examples = Examples(examples.log.take(slice(int(examples.starts[skipped]), None)), ranker.config)
+    simple = baselines(examples, first, headline, names=SIMPLE)
     sources = {MODEL: dict(enumerate(model.T))} | {
         name: {action: values[rows - begin] for action, values in of_action.items()}
         for name, of_action in simple.items()
