@@ -434,7 +434,7 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs and the corpus is searched. By default CUDA if there is a GPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of the trunk. By default the faster one on this device; `/info` says which and why."""
+    """Data type of the trunk. By default bfloat16 on a GPU and on a CPU that multiplies it, else float32; `/info` says which."""
     backend: Literal["auto", "dense", "native", "native-avx2", "torch"] = "auto"
     """Engine that runs the model. `dense` is the slow reference. `native` uses the processor's widest vectors; `native-avx2` uses the same
     kernel on every x86-64 machine of a mixed fleet. By default the fastest that runs here."""

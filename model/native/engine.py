@@ -38,7 +38,8 @@ class Keys:
 class NativeEngine:
     """The engine contract on a CPU. The bits of a candidate's scores depend on nothing but its request's own features.
 
-    `dtype` None takes the one that a short measured probe finds faster. `threads` 0 takes `usable_threads`; the system may give
+    `dtype` None is bfloat16 where the processor multiplies it, else float32: never what a stopwatch says, as every engine of a machine must
+    give the same bits. `threads` 0 takes `usable_threads`; the system may give
     fewer threads than asked for. `vectors`, `only_if_fast` and KernelUnavailable are as in `load_kernel`. Raises EngineError
     if memory runs out. `ranker` must be on the CPU; its tables are read in place. `kernel` is a custom build, for profiles and tests.
     """
@@ -61,9 +62,8 @@ class NativeEngine:
             raise KernelUnavailable(reason)
         self._kernel = kernel or load_kernel(kernel_directory, vectors=vectors, only_if_fast=only_if_fast)
         tiles = self._kernel.enable_tiles()
-        measured = self._kernel.probe()
         if dtype is None:
-            dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
+            dtype = torch.bfloat16 if self._kernel.multiplies_bf16() else torch.float32
         self._packed = pack(ranker, dtype, self._kernel.strip(), candidate_positions)
         requested_threads = threads or usable_threads()
         self._pointer: ctypes.c_void_p | None
@@ -82,7 +82,7 @@ class NativeEngine:
             "vectors": self._kernel.vectors(),
             "threads": threads,
             "tile_registers": tiles,
-            "probe_milliseconds": {key: round(value, 4) for key, value in measured.items()},
+            "multiplies_bf16": self._kernel.multiplies_bf16(),
         }
         if threads < requested_threads:
             notes["threads_refused"] = f"{requested_threads} threads were wanted, the system gave {threads}"

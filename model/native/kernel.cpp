@@ -5,7 +5,6 @@
 // The last layer stops there, unless somebody wants the rows' outputs: then one more task finishes it. A candidate tile is one task through all
 // layers. Tasks wait for the tiles they read from by counters; the pool's claim order makes that free of deadlock.
 
-#include <chrono>
 #include <functional>
 
 #include "aside.h"
@@ -214,22 +213,6 @@ bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
     return finite;
 }
 
-template <class T>
-double probe() {
-    constexpr Index rows = 48, depth = 512, columns = 512;
-    auto a = allocate<T>(rows * depth), b = allocate<T>(depth * columns);
-    auto c = allocate<float>(rows * columns);
-    std::fill_n(a.get(), rows * depth, narrow<T>(0.5f));
-    std::fill_n(b.get(), depth * columns, narrow<T>(0.25f));
-    double best = 1e9;
-    for (int i = 0; i < 12; ++i) {
-        const auto start = std::chrono::steady_clock::now();
-        multiply(a.get(), depth, rows, b.get(), depth, columns, c.get(), columns);
-        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-    }
-    return best;
-}
-
 struct Handle {
     std::unique_ptr<Engine<float>> single;
     std::unique_ptr<Engine<bf16>> half;
@@ -278,10 +261,8 @@ const ranker::Member* ranker_members() noexcept { return ranker::MEMBERS; }
 // Whether bf16 products run on tile registers from now on. To be called before anything else.
 std::int64_t ranker_enable_amx() noexcept { return ranker::enable_amx(); }
 
-// Seconds that one product of typical shape takes on one core: the best of a few.
-std::int64_t ranker_probe(std::int64_t use_bf16, double* seconds) noexcept {
-    return ranker::guarded([&] { *seconds = use_bf16 ? ranker::probe<ranker::bf16>() : ranker::probe<float>(); });
-}
+// Whether the processor multiplies pairs of bf16; without, bf16 is widened to float32 first, which takes longer than float32 itself.
+std::int64_t ranker_multiplies_bf16() noexcept { return ranker::Step<ranker::bf16>::HALVES == 1; }
 
 // Makes an engine with up to `threads` threads, the caller's included; `threads` becomes the number that the system gave.
 std::int64_t ranker_create(const ranker::Model* model, std::int64_t use_bf16, std::int64_t* threads, void** made) noexcept {

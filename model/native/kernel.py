@@ -39,7 +39,7 @@ class Kernel:
         """Raises KernelUnavailable if the file does not load, EngineError if its structs are not those of `packing`."""
         self.note = note
         self.library = open_library(path, STRUCTS)
-        for name in ("strip", "enable_amx", "probe", "create", "forward", "open"):
+        for name in ("strip", "enable_amx", "multiplies_bf16", "create", "forward", "open"):
             getattr(self.library, f"ranker_{name}").restype = Int64
         self.library.ranker_vectors.restype = ctypes.c_char_p
         # Calls that return at once keep the interpreter lock: releasing it and waiting for it would cost more.
@@ -65,14 +65,9 @@ class Kernel:
         """Run bf16 products on tile registers from now on, if there are any; returns whether they do."""
         return bool(self.library.ranker_enable_amx())
 
-    def probe(self) -> dict[str, float]:
-        """Milliseconds of one matrix product on one core, by dtype, to see which of the two is faster on this processor."""
-        milliseconds = {}
-        for name, bf16 in (("float32", 0), ("bfloat16", 1)):
-            seconds = ctypes.c_double()
-            check_status(self.library.ranker_probe(Int64(bf16), ctypes.byref(seconds)), "measure the processor")
-            milliseconds[name] = 1e3 * seconds.value
-        return milliseconds
+    def multiplies_bf16(self) -> bool:
+        """Whether the processor multiplies bf16, so that it is faster than float32."""
+        return bool(self.library.ranker_multiplies_bf16())
 
     def create(self, model: ctypes.Structure, threads: int, *, bf16: bool) -> tuple[ctypes.c_void_p, int]:
         """Make an engine, which `destroy` frees. Returns its pointer and how many threads it has: fewer if the system refuses more."""

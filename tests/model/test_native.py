@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import select
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -269,3 +272,19 @@ def test_an_engine_for_which_there_is_no_room_is_not_made(monkeypatch: pytest.Mo
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, resource.RLIM_INFINITY))
     with pytest.raises(EngineError, match=r"does not fit: \d+ MiB of memory are needed, and 0 MiB are free"):
         create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))
+
+
+def test_engines_of_a_busy_machine_have_one_dtype() -> None:
+    """Each reload and each replica makes an engine. The dtype decides the bits, so it must not depend on what else runs."""
+    ranker = random_ranker(small_config())
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * (os.cpu_count() or 1)):
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(busy.wait)
+            stack.callback(busy.kill)
+        dtypes = set()
+        for _ in range(150):
+            engine = NativeEngine(ranker)
+            dtypes.add(engine.info.dtype)
+            engine.close()
+    assert len(dtypes) == 1
