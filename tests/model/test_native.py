@@ -274,17 +274,20 @@ def test_an_engine_for_which_there_is_no_room_is_not_made(monkeypatch: pytest.Mo
         create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))
 
 
-def test_engines_of_a_busy_machine_have_one_dtype() -> None:
-    """Each reload and each replica makes an engine. The dtype decides the bits, so it must not depend on what else runs."""
+def test_engines_of_a_busy_machine_have_the_dtype_of_the_processor() -> None:
+    """Each reload and each replica makes an engine. The dtype decides the bits, so it must not depend on what else runs.
+
+    Chance decides whether a machine is ever busy enough: engines that chose with a stopwatch failed here in one run of three.
+    """
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    expected = "bfloat16" if words & {"avx512_bf16", "bf16"} else "float32"
     ranker = random_ranker(small_config())
     with contextlib.ExitStack() as stack:
         for _ in range(2 * (os.cpu_count() or 1)):
             busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(busy.wait)
             stack.callback(busy.kill)
-        dtypes = set()
         for _ in range(150):
             engine = NativeEngine(ranker)
-            dtypes.add(engine.info.dtype)
+            assert engine.info.dtype == expected
             engine.close()
-    assert len(dtypes) == 1
