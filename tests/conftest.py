@@ -12,6 +12,8 @@ import structlog
 
 # Read when torch is loaded: two of its threads that spin while they wait for each other take twenty times the processor time of the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# The commands that tests start are to buffer their output as a user's do: without buffers, faults at the end of a command stay unseen.
+os.environ.pop("PYTHONUNBUFFERED", None)
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a neighbour's load is no fault of an example
 hypothesis.settings.load_profile("shared machine")
 

@@ -71,7 +71,7 @@ def test_callers_who_give_up_keep_others_from_nothing() -> None:
     assert many["200"] > 0.5 * few["200"], (few, many)
 
 
-CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 4
+CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 8
 LEAST_SHARES = {16: 0.6, 64: 0.5, 256: 0.2}  # by callers; on a machine without other work 0.7 and more
 
 

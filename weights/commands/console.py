@@ -69,6 +69,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
         code = typer.main.get_command(app).main(prog_name=program, standalone_mode=False)
+        sys.stdout.flush()  # here, where an output that takes nothing is one sentence
     except USAGE_ERROR as error:
         where = getattr(getattr(error, "ctx", None), "command_path", program)
         sentence = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]

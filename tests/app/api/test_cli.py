@@ -95,7 +95,7 @@ for number, (words, variables) in enumerate(calls):
                 raise
             sys.stdout.flush()
             os._exit(ended.code or 0)  # torch takes a second to end
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 Ended = dict[str, tuple[int, str, str]]
 

@@ -103,7 +103,7 @@ async def overheard(path: Path, far: Path) -> AsyncIterator[list[Any]]:
                 body = await reader.readexactly(*LENGTH.unpack(length))
                 messages.append(decoder(FromWorker).decode(body))
                 engine_writer.write(length + body)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):  # the worker has ended its link
             engine_writer.close()
             await answering
             writer.close()
