@@ -64,7 +64,9 @@ def _application(settings: Settings) -> Any:
         settings = settings.model_copy(update={"hosts": "*"})
     ranker = create_ranker(settings, Metrics())
     _rankers.append(ranker)
-    return create_app(settings, ranker)
+    app = create_app(settings, ranker)
+    app.exception_handlers = {}  # Ray adds handlers of what its handles to other deployments raise, which this application has none of
+    return app
 
 
 def service(arguments: dict[str, str]) -> serve.Application:

@@ -62,7 +62,7 @@ def start_node(cluster: Cluster, **options: Any) -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of what was served in eight parts, and events in two files, some repeated and some of no ranking."""
     path = tmp_path_factory.mktemp("files")
-    rows = [ranking(number, T0 + number) for number in range(RANKINGS)]
+    rows = [ranking(number) for number in range(RANKINGS)]
     for part in range(8):
         write_part(path / "served", f"part-{part}", rows[part::8], f"2026-06-0{part % 2 + 1}")
     events = [event(number, number % 4, "favorite") for number in range(0, RANKINGS, 3)]
