@@ -44,7 +44,7 @@ from app.telemetry.logs import of_exception
 
 LOOK_SECONDS = 0.01  # between two looks for a change that workers should know
 SIGN_OF_LIFE_SECONDS = 1.0
-REPLACED_SECONDS = 5.0  # a replaced version is kept this long for requests that workers have begun to read for it
+REPLACED_SECONDS = 5.0  # at least this long a replaced version is kept for requests that workers have read for it
 SCRAPE_SECONDS = 1.0  # for a worker to tell its metrics; one that is stopped is left out
 SAME_FAULT_SECONDS = (
     10.0  # between two log lines about the sending of the state, which is tried again every `LOOK_SECONDS`
@@ -280,7 +280,8 @@ class EngineProcess:
         for served, number in list(self._named.items()):
             if number not in (model and model.number, corpus and corpus.number):
                 del self._named[served]
-                asyncio.get_running_loop().call_later(REPLACED_SECONDS, self._leave, number)
+                kept_seconds = max(REPLACED_SECONDS, self.settings.deadline.default_seconds)
+                asyncio.get_running_loop().call_later(kept_seconds, self._leave, number)
 
     def _described(self, scheduler: Scheduler[Any] | None) -> Served | None:
         """What serves, with its number, which a new version gets here."""

@@ -40,12 +40,12 @@ from app.processes.messages import (
     frame,
 )
 from app.processes.remote import RemoteService
-from app.settings import Queue, Settings
+from app.settings import Deadline, Queue, Settings
 from app.telemetry.metrics import Metrics
 from tests.support import rankers
 from tests.support.asgi import ADDRESS
 from tests.support.bodies import good
-from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request
+from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request, is_right
 
 pytestmark = pytest.mark.anyio
 HANDLE = "0" * 32
@@ -54,7 +54,8 @@ HANDLE = "0" * 32
 @asynccontextmanager
 async def engine_process(path: Path, engine: Any = None, **options: Any) -> AsyncIterator[EngineProcess]:
     """An engine process that is ready, at `path / "engine"`."""
-    process = EngineProcess(ranker := rankers.create(engine, **options), Settings())
+    ranker = rankers.create(engine, **options)
+    process = EngineProcess(ranker, ranker.settings)
     serving = asyncio.create_task(process.serve(str(path / "engine")))
     await rankers.until(lambda: ranker.health().ready)
     try:
@@ -130,6 +131,24 @@ async def test_a_number_of_a_replaced_model_is_answered(tmp_path: Path) -> None:
             with pytest.raises(InternalError):
                 await link.ask(lambda number: Call(number, "unheard", []), bytes)
             assert await link.call("corpus_state") is None
+
+
+async def test_a_replaced_model_ranks_until_requests_for_it_are_too_late(tmp_path: Path) -> None:
+    """A row of a batch may wait so long after it was checked for this model."""
+    made = [fake_model(FakeEngine(2), "v2"), fake_model(FakeEngine(1))]
+    options: dict[str, Any] = {"load": lambda path, steps: made.pop(), "deadline": Deadline(default_seconds=6.0)}
+    async with engine_process(tmp_path, **options) as process, worker(tmp_path) as ranker:
+        first, request = ranker.model(), PlaceRequest(candidates=4, history=2)
+        await process.ranker.reloads.reload()
+        await rankers.until(lambda: ranker.model() is not first)
+        with ranker.admit(first, request) as late:
+            await asyncio.sleep(5.5)
+            assert is_right((await ranker.rank(late, *fake_request(1))).scores, 1, version=1)
+        await asyncio.sleep(0.8)
+        with ranker.admit(first, request) as too_late, pytest.raises(NotReady):
+            await ranker.rank(too_late, *fake_request(2))
+        with ranker.admit(ranker.model(), request) as job:
+            assert is_right((await ranker.rank(job, *fake_request(3))).scores, 3, version=2)
 
 
 async def test_an_answer_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
