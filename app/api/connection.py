@@ -50,6 +50,10 @@ class BeyondLimits(Exception):
     """A request's headers are longer, or more, than the limits, or its chunks too small."""
 
 
+class InvalidTarget(Exception):
+    """A request's target has a fragment, which none may have (RFC 9112, 3.2)."""
+
+
 class PortState(ServerState):
     """What the connections of a port share. `is_draining`: each reply ends its connection."""
 
@@ -233,16 +237,20 @@ class Connection(HttpToolsProtocol):
         self.header_bytes += len(name) + len(value)
         if self.header_bytes > MOST_HEADER_BYTES or len(self.headers) >= MOST_HEADERS:  # Kludex/uvicorn#157
             raise BeyondLimits
-        super().on_header(name, value)
+        super().on_header(name, value.rstrip(b" \t"))  # httptools leaves them at the end of Content-Length: RFC 9110, 5.5
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():  # Kludex/uvicorn#2722
-            self.unread, self.due_at, self.is_in_body = 0, self.loop.time() + BODY_SECONDS, True
+            if b"#" in self.url:  # uvicorn would take what comes before it, and a proxy's rules may look at the end
+                raise InvalidTarget
+            if self.parser.get_http_version() == "1.0":  # whose clients know no interim replies: RFC 9110, 10.1.1
+                self.expect_100_continue = False
             length = next((value for name, value in self.headers if name == b"content-length"), b"0")
             self.body_left = int(length)  # the parser has checked it
             if self.url.partition(b"?")[0].count(b"%") > MOST_ESCAPES:
                 self.url = LONG_TARGET
-            super().on_headers_complete()
+            super().on_headers_complete()  # raises where httptools cannot read the target
+            self.unread, self.due_at, self.is_in_body = 0, self.loop.time() + BODY_SECONDS, True
             self.cycle.transport = self.cork  # type: ignore[assignment]
             if self.server_state.is_draining:
                 self.cycle.keep_alive = False

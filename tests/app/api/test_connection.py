@@ -453,3 +453,29 @@ def test_close_beside_an_upgrade_closes(live: Live, connection: str) -> None:
         status, headers, _ = read_reply(client)
         assert (status, headers["connection"]) == (200, "close")
         assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "target", ["http://localhost", "http://localhost?a", "/livez#a", "/livez#.png"], ids=["bare", "query", "a", "png"]
+)
+def test_a_target_that_cannot_be_read_gets_400(live: Live, target: str) -> None:
+    """A proxy's rules may have looked at what stands behind the sign of a fragment."""
+    with live.connect() as client:
+        client.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        status, headers, _ = read_reply(client)
+        assert (status, headers["connection"]) == (400, "close")
+
+
+@pytest.mark.parametrize("space", [" ", "\t", " \t "])
+def test_blanks_behind_the_length_do_not_count(live: Live, space: str) -> None:
+    with live.connect() as client:
+        client.sendall(head(headers={"content-length": f"{len(BODY)}{space}"}, length=None) + BODY)
+        assert read_reply(client)[0] == 200
+
+
+def test_a_caller_of_http_1_0_gets_no_interim_reply(live: Live) -> None:
+    with live.connect() as client:
+        client.sendall(head(headers={"expect": "100-continue"}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        time.sleep(0.2)  # in which a client of HTTP/1.1 would be told to go on
+        client.sendall(BODY)
+        assert client.recv(12) == b"HTTP/1.1 200"
