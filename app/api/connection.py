@@ -237,7 +237,8 @@ class Connection(HttpToolsProtocol):
         self.header_bytes += len(name) + len(value)
         if self.header_bytes > MOST_HEADER_BYTES or len(self.headers) >= MOST_HEADERS:  # Kludex/uvicorn#157
             raise BeyondLimits
-        super().on_header(name, value.rstrip(b" \t"))  # httptools leaves them at the end of Content-Length: RFC 9110, 5.5
+        # RFC 9110, 5.5: httptools leaves blanks at the end of Content-Length
+        super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():  # Kludex/uvicorn#2722
