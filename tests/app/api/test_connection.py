@@ -479,3 +479,13 @@ def test_a_caller_of_http_1_0_gets_no_interim_reply(live: Live) -> None:
         time.sleep(0.2)  # in which a client of HTTP/1.1 would be told to go on
         client.sendall(BODY)
         assert client.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_caller_that_never_reads_an_error_counts_as_gone(live: Live) -> None:
+    """Its replies fill the buffers, so an error waits behind them until it goes away."""
+    series = 'ranker_http_requests_total{code="499",method="GET",route="unmatched"}'
+    before = live.figure(series)
+    with live.connect() as client:
+        client.sendall((head("GET", "/openapi.json", length=None) + head("GET", "/nothing", length=None)) * 200)
+        time.sleep(0.5)
+    until(lambda: live.figure(series) == before + 1)
