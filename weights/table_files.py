@@ -95,7 +95,7 @@ class Table:
                 for batch in piece.open_batches(columns):
                     ordered = batch.select(schema.names)
                     if ordered.schema.types == schema.types:
-                        yield ordered.replace_schema_metadata(schema.metadata)
+                        yield pa.RecordBatch.from_arrays(ordered.columns, schema=schema)
                     else:
                         yield ordered.cast(schema)
 
@@ -132,7 +132,11 @@ def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every
     for piece in pieces:
         if problem := _names_problem(piece.schema.names):
             raise LogError(f"{piece.path}{problem}")
-    return Table(pieces[0].schema, pieces, filesystem)
+    schema = pieces[0].schema
+    may_be_null = [
+        field.with_nullable(True) for field in schema
+    ]  # some files say of a column that it has no nulls, others do not
+    return Table(pa.schema(may_be_null, schema.metadata), pieces, filesystem)
 
 
 def _names_problem(names: list[str]) -> str:
