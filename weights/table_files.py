@@ -24,7 +24,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from weights.git_lfs import HEAD_BYTES, pointer_problem
-from weights.tables import LogError, json_error, json_problem
+from weights.tables import LogError, is_text, json_error, json_problem
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
 """The format of a file by the end of its name, before that of a compression."""
@@ -61,7 +61,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """A table on disk or at an address. `schema`: of all files; `files`: in the order in which they are read."""
+    """A table on disk or at an address. `schema`: of all files, texts as `string`; `files`: in the order in which they are read."""
 
     schema: pa.Schema
     pieces: list[Piece]
@@ -132,11 +132,16 @@ def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every
     for piece in pieces:
         if problem := _names_problem(piece.schema.names):
             raise LogError(f"{piece.path}{problem}")
-    schema = pieces[0].schema
-    may_be_null = [
-        field.with_nullable(True) for field in schema
-    ]  # some files say of a column that it has no nulls, others do not
-    return Table(pa.schema(may_be_null, schema.metadata), pieces, filesystem)
+    return Table(_plain(pieces[0].schema), pieces, filesystem)
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """The schema with one type of texts, and with columns that may have nulls: whoever wrote a file chose among several."""
+    fields = [
+        pa.field(column.name, pa.string() if is_text(column.type) else column.type, metadata=column.metadata)
+        for column in schema
+    ]
+    return pa.schema(fields, schema.metadata)
 
 
 def _names_problem(names: list[str]) -> str:
