@@ -50,7 +50,7 @@ def forget_users(
         except FileNotFoundError:  # removed meanwhile, because it is old
             continue
         except pa.ArrowException as error:
-            result.problems.append(f"{path} cannot be read as Parquet: {error}")
+            result.problems.append(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}")
         except (OSError, ValueError) as error:
             result.problems.append(str(error))
     result.open_parts = len([*directory.glob(f"date=*/*{OPEN_SUFFIX}")])

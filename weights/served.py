@@ -377,7 +377,7 @@ def read_part(path: Path) -> Iterator[ServedRanking]:
                     row["history"] = histories[row["context_id"].as_py()]
                     yield _ranking(row, sizes)
     except pa.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+        raise ValueError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
 
 
 def check_format(path: Path, stored: pa.Schema) -> None:

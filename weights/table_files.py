@@ -24,7 +24,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from weights.git_lfs import HEAD_BYTES, pointer_problem
-from weights.tables import LogError, json_error, json_problem
+from weights.tables import LogError, is_text, json_error, json_problem
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
 """The format of a file by the end of its name, before that of a compression."""
@@ -61,7 +61,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """A table on disk or at an address. `schema`: of all files; `files`: in the order in which they are read."""
+    """A table on disk or at an address. `schema`: of all files, texts as `string`; `files`: in the order in which they are read."""
 
     schema: pa.Schema
     pieces: list[Piece]
@@ -95,7 +95,7 @@ class Table:
                 for batch in piece.open_batches(columns):
                     ordered = batch.select(schema.names)
                     if ordered.schema.types == schema.types:
-                        yield ordered.replace_schema_metadata(schema.metadata)
+                        yield pa.RecordBatch.from_arrays(ordered.columns, schema=schema)
                     else:
                         yield ordered.cast(schema)
 
@@ -132,7 +132,16 @@ def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every
     for piece in pieces:
         if problem := _names_problem(piece.schema.names):
             raise LogError(f"{piece.path}{problem}")
-    return Table(pieces[0].schema, pieces, filesystem)
+    return Table(_plain(pieces[0].schema), pieces, filesystem)
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """The schema with one type of texts, and with columns that may have nulls: whoever wrote a file chose among several."""
+    fields = [
+        pa.field(column.name, pa.string() if is_text(column.type) else column.type, metadata=column.metadata)
+        for column in schema
+    ]
+    return pa.schema(fields, schema.metadata)
 
 
 def _names_problem(names: list[str]) -> str:

@@ -85,7 +85,7 @@ def column_of(
     `where`, and repeats no value."""
     column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
     is_integer = pa.types.is_integer(kind)
-    if is_integer and _is_text(column.type):
+    if is_integer and is_text(column.type):
         hint = " (--ids text reads ids that are texts)" if name in ID_COLUMNS else ""
         raise LogError(f"{_at(where, _first_misfit(column, kind))}: column {name} holds texts, not integers{hint}")
     if is_integer and pa.types.is_boolean(column.type):
@@ -154,7 +154,7 @@ def rows_of_lists(table: pa.Table, name: str, where: Where, levels: int = 0) -> 
 def texts_of(table: pa.Table, name: str, where: Where) -> pa.DictionaryArray:
     """A column of text ids, dictionary-encoded: each text is stored once. Raises LogError."""
     column = _whole(table, name, "string", where)
-    if not _is_text(column.type):
+    if not is_text(column.type):
         raise LogError(f"{_at(where)}: column {name} holds {column.type}, not texts, which its ids are")
     coded = column.cast(pa.large_string()).combine_chunks().dictionary_encode()
     for code, text in enumerate(coded.dictionary.to_pylist()):
@@ -207,6 +207,7 @@ def _whole(table: pa.Table, name: str, kind: str, where: Where) -> pa.ChunkedArr
     return column
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds texts: Polars writes string views, pandas large strings and dictionaries."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))

@@ -155,8 +155,9 @@ class RequestMiddleware:
             if exchange.is_reading:
                 self.metrics.cancelled.labels("body").inc()
         trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, dict(scope["headers"]))
-        is_taken = exchange.status != MethodNotAllowed.status  # else any caller could add series of each method and route
-        requests, duration = self._series_of(exchange.method if is_taken else OTHER, exchange.route, exchange.status)
+        is_taken = exchange.status != MethodNotAllowed.status
+        method = exchange.method if is_taken else OTHER  # else any caller could add series of each method and route
+        requests, duration = self._series_of(method, exchange.route, exchange.status)
         requests.inc()
         duration.observe(seconds)
         if exchange.version:  # it was answered with scores

@@ -191,6 +191,7 @@ def test_files_that_begin_with_an_underscore_are_read(tmp_path: Path, towers: di
     assert (code, f"{folder}/notes is neither Parquet nor JSON lines" in said) == (1, True), said
 
 
+WITHOUT_NULLS = pa.schema([field.with_nullable(False) for field in pa.Table.from_pylist(ROWS).schema])
 FORMS: dict[str, Callable[[Path], object]] = {
     "posts.csv": lambda path: pyarrow.csv.write_csv(pa.Table.from_pylist(ROWS), path),
     "posts.csv.gz": lambda path: pyarrow.csv.write_csv(
@@ -198,6 +199,7 @@ FORMS: dict[str, Callable[[Path], object]] = {
     ),
     "posts.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines_of(ROWS).encode())),
     "date=2026-11-28/posts.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
+    "posts without nulls.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS).cast(WITHOUT_NULLS), path),
 }
 
 

@@ -176,7 +176,18 @@ FORMS: dict[str, Callable[[pa.Table, Path], object]] = {
     "events.jsonl": lambda table, path: path.write_text("\n".join(map(json.dumps, table.to_pylist()))),
     "events.csv": lambda table, path: pyarrow.csv.write_csv(table, path),
     "events.csv.gz": lambda table, path: pyarrow.csv.write_csv(table, pa.CompressedOutputStream(str(path), "gzip")),
+    "by Polars.parquet": lambda table, path: pq.write_table(with_texts(table, pa.string_view()), path),
+    "by pandas.parquet": lambda table, path: pq.write_table(with_texts(table, pa.large_string()), path),
+    "categories.parquet": lambda table, path: pq.write_table(
+        with_texts(table, pa.dictionary(pa.int32(), pa.string())), path
+    ),
 }
+
+
+def with_texts(table: pa.Table, kind: pa.DataType) -> pa.Table:
+    """The table with its texts as this type."""
+    types = {column.name: kind if pa.types.is_string(column.type) else column.type for column in table.schema}
+    return table.cast(pa.schema(types))
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -77,14 +77,16 @@ def test_the_sorted_copy_of_texts_has_them_too(logs: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_a_user_without_a_text_is_nobody(logs: Path, tmp_path: Path, is_cached: bool) -> None:
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_a_user_without_a_text_is_nobody(logs: Path, tmp_path: Path, kind: pa.DataType, is_cached: bool) -> None:
     table = pq.read_table(logs / "texts.parquet")
     users = table["user_id"].to_pylist()
     requests = table["request_id"].to_pylist()
     nobody = {requests[0]: "", requests[-1]: None}
     users = [nobody.get(request, user) for request, user in zip(requests, users, strict=True)]
     pq.write_table(
-        table.set_column(table.column_names.index("user_id"), "user_id", pa.array(users)), tmp_path / "log.parquet"
+        table.set_column(table.column_names.index("user_id"), "user_id", pa.array(users).cast(kind)),
+        tmp_path / "log.parquet",
     )
     log = read_log(tmp_path / "log.parquet", "text", cache=tmp_path / "cache" if is_cached else None)
     assert set(log.request_id[log.user_id == 0].tolist()) == set(nobody)

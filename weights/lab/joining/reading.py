@@ -195,7 +195,7 @@ def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -
     where = source.files[0]
     for name in ("request_id", "action"):
         kind = table.column(name).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if not pa.types.is_string(kind):
             raise LogError(f"{where}: column {name} holds {kind}, not texts")
     times = table.column("event_ts")
     if pa.types.is_floating(times.type) and not times.null_count:

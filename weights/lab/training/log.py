@@ -231,7 +231,7 @@ def read_log(
     except MemoryError as error:
         raise LogError(f"{path} does not fit into this machine's memory: give --cache, a directory for it") from error
     except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{path} cannot be read: {error}") from error
+        raise LogError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     if served is None:
         return log
     if log.context_id is None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow")
-pytest.importorskip("duckdb")
+duckdb = pytest.importorskip("duckdb")
 import pyarrow.csv  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
@@ -68,8 +68,27 @@ def one_file(name: str, write: Callable[[pa.Table, Path], object]) -> Callable[[
     return make
 
 
+def by_duckdb(table: pa.Table, path: Path) -> Path:
+    """DuckDB writes a column of another file without nulls as one that can have none."""
+    pq.write_table(table, path / "first.parquet")
+    duckdb.read_parquet(str(path / "first.parquet")).write_parquet(str(path / "copied.parquet"))
+    assert not any(field.nullable for field in pq.read_schema(path / "copied.parquet"))
+    return path / "copied.parquet"
+
+
+def without_nulls(table: pa.Table, path: Path) -> Path:
+    """Two files of which only one says that its columns have no nulls."""
+    (path / "two").mkdir()
+    schema = pa.schema([field.with_nullable(False) for field in table.schema])
+    pq.write_table(table.slice(0, ROWS // 2).cast(schema), path / "two/a.parquet")
+    pq.write_table(table.slice(ROWS // 2), path / "two/b.parquet")
+    return path / "two"
+
+
 FORMS: dict[str, Callable[[pa.Table, Path], Path]] = {
     "directories by day": by_day,
+    "by DuckDB": by_duckdb,
+    "columns that can have no nulls": without_nulls,
     "csv": one_file("log.csv", lambda table, path: path.write_bytes(csv(table))),
     "csv.gz": one_file("log.csv.gz", lambda table, path: path.write_bytes(gzip.compress(csv(table)))),
     "csv.zst": one_file("log.csv.zst", lambda table, path: compressed("zstd", csv(table), path)),
