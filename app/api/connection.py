@@ -118,6 +118,7 @@ class Connection(HttpToolsProtocol):
     received = b""  # the last read; its bytes from `parsed` on wait for their turn
     parsed = 0
     turn: asyncio.Handle | None = None  # in which the rest is parsed
+    is_spared = False  # whether the sweep has found this request late, and bytes of it that the loop had not read
     is_ending = False  # what still comes is dropped
     callbacks = 0  # of the parser in this turn
     header_bytes = 0  # of the headers, or the trailers, that are being read
@@ -225,7 +226,7 @@ class Connection(HttpToolsProtocol):
             }
         }
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0
-        self.due_at = self.loop.time() + HEAD_SECONDS
+        self.due_at, self.is_spared = self.loop.time() + HEAD_SECONDS, False
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -398,7 +399,11 @@ class Connection(HttpToolsProtocol):
 
 
 def sweep(connections: Iterable[Connection], now: float) -> None:
-    """Kludex/uvicorn#157: end the connections whose headers or body take too long; `now` in seconds of the loop's clock."""
+    """Kludex/uvicorn#157: end the connections whose headers or body take too long; `now` in seconds of the loop's clock. One whose bytes
+    have come and are not read is spared once: the loop may be late, such as after the process was stopped."""
     for connection in list(connections):
         if now > connection.due_at and not connection.flow.read_paused:
-            connection.transport.abort()
+            if not connection.is_spared and connection.has_event(select.POLLIN):
+                connection.is_spared = True
+            else:
+                connection.transport.abort()

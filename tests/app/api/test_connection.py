@@ -264,6 +264,22 @@ def test_slow_senders_are_cut_off_when_their_time_is_over(sent: int, seconds: fl
         assert is_cut(slow)
 
 
+def test_a_late_loop_cuts_off_no_request_that_came_in_time() -> None:
+    """As after the process was stopped, or got no processor: the sweep may come before what has arrived is read."""
+    loop = Ahead()
+    with listening(loop=lambda: loop) as live, live.connect() as client, live.connect() as slow:
+        ask(live)  # by now the others have been accepted
+
+        async def late() -> None:
+            client.sendall(head() + BODY)
+            loop.seconds += 6
+            await live.server.sweep()
+
+        asyncio.run_coroutine_threadsafe(late(), loop).result(10)
+        assert read_reply(client)[0] == 200
+        assert is_cut(slow)
+
+
 def test_an_empty_line_after_a_reply_keeps_no_connection_open() -> None:
     loop = Ahead()
     with listening(loop=lambda: loop) as live, live.connect() as client:
@@ -483,9 +499,17 @@ def test_a_caller_of_http_1_0_gets_no_interim_reply(live: Live) -> None:
 
 def test_a_caller_that_never_reads_an_error_counts_as_gone(live: Live) -> None:
     """Its replies fill the buffers, so an error waits behind them until it goes away."""
-    series = 'ranker_http_requests_total{code="499",method="GET",route="unmatched"}'
-    before = live.figure(series)
+    refused, gone = (
+        f'ranker_http_requests_total{{code="{code}",method="GET",route="unmatched"}}' for code in (404, 499)
+    )
+    before = live.figure(gone)
+
+    def waits() -> bool:
+        count = live.figure(refused)
+        time.sleep(0.3)
+        return count > 0 and live.figure(refused) == count
+
     with live.connect() as client:
         client.sendall((head("GET", "/openapi.json", length=None) + head("GET", "/nothing", length=None)) * 200)
-        time.sleep(0.5)
-    until(lambda: live.figure(series) == before + 1)
+        until(waits)
+    until(lambda: live.figure(gone) == before + 1)
