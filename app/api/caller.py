@@ -182,16 +182,22 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
             None if seconds is None else state.ranker.clock() + seconds - (time.perf_counter() - exchange.started)
         )
         body = await read_body(request.receive, exchange, state.bodies, limit, length)
+        packed = b""
+        if is_gzip:
+            packed, body = body, inflate_short(body, limit)
+        size = len(body) or inflated_size(packed, limit)
         has_waited = False
-        if len(body) > COSTLY_BODY_BYTES:
-            has_waited = await state.read_queue.take(len(body))
+        if size > COSTLY_BODY_BYTES:
+            has_waited = await state.read_queue.take(size)
             await check_waits(scope)
         exchange.turn_at = time.perf_counter()
-        if has_waited or len(body) > LONG_BODY_BYTES:
+        if has_waited or size > LONG_BODY_BYTES:
             state.ranker.check_open(key, leaves_at(request, state, exchange))
         if is_gzip:
-            packed, body = len(body), inflate(body, limit)
-            state.bodies.hold(exchange, max(0, len(body) - packed), len(body), is_whole=True)
+            body = body or inflate(packed, limit)
+            state.bodies.hold(exchange, max(0, len(body) - len(packed)), len(body), is_whole=True)
+            if len(body) > size:  # its end did not say so
+                await state.read_queue.take(len(body))
         return CallerInfo(key, deadline, leaves_at(request, state, exchange), body, exchange, headers, state)
 
     return read_caller
@@ -311,6 +317,21 @@ def inflate(body: bytes, limit: int) -> bytes:
     if body or not members:
         raise BadRequest(f"The gzip body is incomplete, or has more than {MOST_MEMBERS} members.")
     return bytes(plain)
+
+
+def inflate_short(body: bytes, limit: int) -> bytes:
+    """The content of a gzip body that takes little time to inflate, empty where it is longer. Raises what `inflate` does."""
+    try:
+        return inflate(body, min(limit, COSTLY_BODY_BYTES))
+    except TooLarge:
+        if limit <= COSTLY_BODY_BYTES:
+            raise
+        return b""
+
+
+def inflated_size(body: bytes, limit: int) -> int:
+    """How many bytes a long gzip body says that it holds: in its last four bytes, which count its last member alone (RFC 1952)."""
+    return min(limit, max(len(body), COSTLY_BODY_BYTES + 1, int.from_bytes(body[-4:], "little")))
 
 
 def timeout_seconds_of(headers: Headers) -> float | None:

@@ -50,6 +50,10 @@ class BeyondLimits(Exception):
     """A request's headers are longer, or more, than the limits, or its chunks too small."""
 
 
+class InvalidTarget(Exception):
+    """A request's target has a fragment, which none may have (RFC 9112, 3.2)."""
+
+
 class PortState(ServerState):
     """What the connections of a port share. `is_draining`: each reply ends its connection."""
 
@@ -114,6 +118,7 @@ class Connection(HttpToolsProtocol):
     received = b""  # the last read; its bytes from `parsed` on wait for their turn
     parsed = 0
     turn: asyncio.Handle | None = None  # in which the rest is parsed
+    is_spared = False  # whether the sweep has found this request late, and bytes of it that the loop had not read
     is_ending = False  # what still comes is dropped
     callbacks = 0  # of the parser in this turn
     header_bytes = 0  # of the headers, or the trailers, that are being read
@@ -221,7 +226,7 @@ class Connection(HttpToolsProtocol):
             }
         }
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0
-        self.due_at = self.loop.time() + HEAD_SECONDS
+        self.due_at, self.is_spared = self.loop.time() + HEAD_SECONDS, False
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -233,16 +238,21 @@ class Connection(HttpToolsProtocol):
         self.header_bytes += len(name) + len(value)
         if self.header_bytes > MOST_HEADER_BYTES or len(self.headers) >= MOST_HEADERS:  # Kludex/uvicorn#157
             raise BeyondLimits
-        super().on_header(name, value)
+        # RFC 9110, 5.5: httptools leaves blanks at the end of Content-Length
+        super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():  # Kludex/uvicorn#2722
-            self.unread, self.due_at, self.is_in_body = 0, self.loop.time() + BODY_SECONDS, True
+            if b"#" in self.url:  # uvicorn would take what comes before it, and a proxy's rules may look at the end
+                raise InvalidTarget
+            if self.parser.get_http_version() == "1.0":  # whose clients know no interim replies: RFC 9110, 10.1.1
+                self.expect_100_continue = False
             length = next((value for name, value in self.headers if name == b"content-length"), b"0")
             self.body_left = int(length)  # the parser has checked it
             if self.url.partition(b"?")[0].count(b"%") > MOST_ESCAPES:
                 self.url = LONG_TARGET
-            super().on_headers_complete()
+            super().on_headers_complete()  # raises where httptools cannot read the target
+            self.unread, self.due_at, self.is_in_body = 0, self.loop.time() + BODY_SECONDS, True
             self.cycle.transport = self.cork  # type: ignore[assignment]
             if self.server_state.is_draining:
                 self.cycle.keep_alive = False
@@ -389,7 +399,11 @@ class Connection(HttpToolsProtocol):
 
 
 def sweep(connections: Iterable[Connection], now: float) -> None:
-    """Kludex/uvicorn#157: end the connections whose headers or body take too long; `now` in seconds of the loop's clock."""
+    """Kludex/uvicorn#157: end the connections whose headers or body take too long; `now` in seconds of the loop's clock. One whose bytes
+    have come and are not read is spared once: the loop may be late, such as after the process was stopped."""
     for connection in list(connections):
         if now > connection.due_at and not connection.flow.read_paused:
-            connection.transport.abort()
+            if not connection.is_spared and connection.has_event(select.POLLIN):
+                connection.is_spared = True
+            else:
+                connection.transport.abort()

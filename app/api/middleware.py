@@ -105,20 +105,22 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            _check_target(scope)
-            await self.app(scope, receive, reply)
-        except CallerGone:
-            exchange.status = 0
-        except asyncio.CancelledError as end:
-            if CUT_OFF in end.args and not exchange.status:
+            try:
+                _check_target(scope)
+                await self.app(scope, receive, reply)
+            except CallerGone:
+                exchange.status = 0
+            except asyncio.CancelledError as end:
+                if CUT_OFF not in end.args or exchange.status:
+                    raise
                 exchange.code = Draining.code
                 await self._reply(Draining(retry_after_seconds=CUT_OFF_SECONDS), exchange, scope, reply)
-            else:
-                exchange.status = 0
-                if CANCELS not in scope.get("extensions", ()):
-                    raise
-        except Exception as error:
-            await self._reply_to_error(error, exchange, scope, receive, reply)
+            except Exception as error:
+                await self._reply_to_error(error, exchange, scope, receive, reply)
+        except asyncio.CancelledError:  # also while an error waits for a client that does not read
+            exchange.status = 0
+            if CANCELS not in scope.get("extensions", ()):
+                raise
         finally:
             exchange.route = getattr(scope.get("route"), "path", UNMATCHED)
             self._end(exchange, scope)
@@ -153,7 +155,9 @@ class RequestMiddleware:
             if exchange.is_reading:
                 self.metrics.cancelled.labels("body").inc()
         trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, dict(scope["headers"]))
-        requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
+        is_taken = exchange.status != MethodNotAllowed.status
+        method = exchange.method if is_taken else OTHER  # else any caller could add series of each method and route
+        requests, duration = self._series_of(method, exchange.route, exchange.status)
         requests.inc()
         duration.observe(seconds)
         if exchange.version:  # it was answered with scores

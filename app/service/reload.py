@@ -57,6 +57,10 @@ class Reloader:
         self._serve = serve
         self._first_checkpoint = settings.checkpoint  # the only one that may lie outside the root
         self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way = 0  # reloads
+        self._idle = asyncio.Event()  # set while none is
+        self._idle.set()
+        self._is_due = False  # whether a signal waits for those under way
 
     async def reload(self, name: str | None = None) -> ServedModel:
         """Serve the checkpoint of this name below the root, or read the present one again, following a changed link.
@@ -88,8 +92,13 @@ class Reloader:
         return served
 
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background, then towers and corpus. Outcomes are logged and counted. For SIGHUP."""
-        self._keep(self._reload_everything())
+        """Read the present checkpoint again in the background, then towers and corpus. Outcomes are logged and counted. For SIGHUP.
+
+        Reloads that are under way may have read what has been replaced since, so they end first. Calls until then count as one.
+        """
+        if not self._is_due:
+            self._is_due = True
+            self._keep(self._reload_everything())
 
     def watch(self, seconds: float) -> None:
         """Check every `seconds` whether the manifest of the present checkpoint, towers or corpus has changed, and then load it."""
@@ -138,6 +147,18 @@ class Reloader:
     @asynccontextmanager
     async def _recorded(self, identity: Callable[[], Awaitable[object]], **what: Any) -> AsyncIterator[dict[str, Any]]:
         """Count and log one reload and whether it changed what serves. Entries added to the yielded dict are logged too."""
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            async with self._counted(identity, **what) as log_fields:
+                yield log_fields
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def _counted(self, identity: Callable[[], Awaitable[object]], **what: Any) -> AsyncIterator[dict[str, Any]]:
         began, before = time.monotonic(), await identity()
         try:
             if self._versions.current is None:
@@ -207,6 +228,9 @@ class Reloader:
         return [_identity(path) for path in self.retrieval if path is not None]
 
     async def _reload_everything(self) -> None:
+        while self._under_way:
+            await self._idle.wait()
+        self._is_due = False
         await _try(self.reload())
         if None not in self.retrieval:
             await _try(self.reload_corpus())

@@ -330,3 +330,35 @@ def test_a_long_body_sent_while_the_queue_filled_is_not_decoded() -> None:
             filling.result(10)
             gate.opened.set()
             assert read_reply(first)[0] == 200
+
+
+LONG = b" " * 1_000_000
+HONEST, SHORT_LAST = gzip.compress(LONG), gzip.compress(LONG) + gzip.compress(b"")  # whose end says that it is empty
+
+
+@pytest.mark.one_process("it is about the HTTP side alone")
+@pytest.mark.parametrize("body", [HONEST, SHORT_LAST], ids=["honest", "short end"])
+def test_others_have_turns_between_long_gzip_bodies(body: bytes) -> None:
+    """A thousand bytes may hold a million, which take milliseconds to read."""
+    with served(auth=AUTH) as (client, _):
+        turns, turns_of_replies = 0, []
+
+        async def one() -> None:
+            message = {"type": "http.request", "body": body, "more_body": False}
+            key = (b"x-api-key", b"feed-key")
+            start, _ = await play(client.app, [message], headers=[(b"content-encoding", b"gzip"), key])
+            assert start["status"] == 400  # blanks are no JSON
+            turns_of_replies.append(turns)
+
+        async def crowd() -> None:
+            nonlocal turns
+            for count in (1, 8):  # by the first it is learned how long a byte takes
+                requests = [asyncio.ensure_future(one()) for _ in range(count)]
+                while not all(request.done() for request in requests):
+                    await asyncio.sleep(0)
+                    turns += 1
+                await asyncio.gather(*requests)
+
+        assert client.portal is not None
+        client.portal.call(crowd)
+        assert len({*turns_of_replies[1:]}) > 4  # how many share a turn follows from how long the first one took

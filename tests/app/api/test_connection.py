@@ -264,6 +264,22 @@ def test_slow_senders_are_cut_off_when_their_time_is_over(sent: int, seconds: fl
         assert is_cut(slow)
 
 
+def test_a_late_loop_cuts_off_no_request_that_came_in_time() -> None:
+    """As after the process was stopped, or got no processor: the sweep may come before what has arrived is read."""
+    loop = Ahead()
+    with listening(loop=lambda: loop) as live, live.connect() as client, live.connect() as slow:
+        ask(live)  # by now the others have been accepted
+
+        async def late() -> None:
+            client.sendall(head() + BODY)
+            loop.seconds += 6
+            await live.server.sweep()
+
+        asyncio.run_coroutine_threadsafe(late(), loop).result(10)
+        assert read_reply(client)[0] == 200
+        assert is_cut(slow)
+
+
 def test_an_empty_line_after_a_reply_keeps_no_connection_open() -> None:
     loop = Ahead()
     with listening(loop=lambda: loop) as live, live.connect() as client:
@@ -453,3 +469,47 @@ def test_close_beside_an_upgrade_closes(live: Live, connection: str) -> None:
         status, headers, _ = read_reply(client)
         assert (status, headers["connection"]) == (200, "close")
         assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "target", ["http://localhost", "http://localhost?a", "/livez#a", "/livez#.png"], ids=["bare", "query", "a", "png"]
+)
+def test_a_target_that_cannot_be_read_gets_400(live: Live, target: str) -> None:
+    """A proxy's rules may have looked at what stands behind the sign of a fragment."""
+    with live.connect() as client:
+        client.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        status, headers, _ = read_reply(client)
+        assert (status, headers["connection"]) == (400, "close")
+
+
+@pytest.mark.parametrize("space", [" ", "\t", " \t "])
+def test_blanks_behind_the_length_do_not_count(live: Live, space: str) -> None:
+    with live.connect() as client:
+        client.sendall(head(headers={"content-length": f"{len(BODY)}{space}"}, length=None) + BODY)
+        assert read_reply(client)[0] == 200
+
+
+def test_a_caller_of_http_1_0_gets_no_interim_reply(live: Live) -> None:
+    with live.connect() as client:
+        client.sendall(head(headers={"expect": "100-continue"}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        time.sleep(0.2)  # in which a client of HTTP/1.1 would be told to go on
+        client.sendall(BODY)
+        assert client.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_caller_that_never_reads_an_error_counts_as_gone(live: Live) -> None:
+    """Its replies fill the buffers, so an error waits behind them until it goes away."""
+    refused, gone = (
+        f'ranker_http_requests_total{{code="{code}",method="GET",route="unmatched"}}' for code in (404, 499)
+    )
+    before = live.figure(gone)
+
+    def waits() -> bool:
+        count = live.figure(refused)
+        time.sleep(0.3)
+        return count > 0 and live.figure(refused) == count
+
+    with live.connect() as client:
+        client.sendall((head("GET", "/openapi.json", length=None) + head("GET", "/nothing", length=None)) * 200)
+        until(waits)
+    until(lambda: live.figure(gone) == before + 1)

@@ -438,3 +438,27 @@ async def test_a_signal_reads_the_present_checkpoint_again(tmp_path: Path) -> No
         place.point("v2")
         ranker.reloads.reload_soon()
         await until(lambda: ranker.model().manifest.version == "v2")
+
+
+async def test_a_signal_during_a_reload_reads_again_after_it(tmp_path: Path) -> None:
+    """The reload under way may have read what was there before. Several signals are one."""
+    place, begun, go_on = Place(tmp_path), threading.Event(), threading.Event()
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        loaded = place.load(path, steps)
+        if len(place.loads) == 2:
+            begun.set()
+            assert go_on.wait(10)
+        return loaded
+
+    async with running(load=load, checkpoint=place.path) as ranker:
+        place.point("v2")
+        ranker.reloads.reload_soon()
+        await asyncio.to_thread(begun.wait, 10)
+        place.point("v3")
+        for _ in range(5):
+            ranker.reloads.reload_soon()
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await until(lambda: ranker.model().manifest.version == "v3")
+        assert reloads(ranker) == {"success": 2}
