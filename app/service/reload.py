@@ -164,6 +164,10 @@ class Reloader:
             if self._versions.current is None:
                 raise ReloadInProgress("the first load has not ended")  # and would fail if another load had begun
             yield what
+        except ReloadInProgress as error:  # the checkpoint was not looked at
+            self._metrics.reloads.labels("busy").inc()
+            log.info("reload_busy", **what, reason=str(error))
+            raise
         except Exception as error:
             self._metrics.reloads.labels("failure").inc()
             log.error("reload_failed", **what, reason=str(error) or type(error).__name__)

@@ -35,7 +35,7 @@ STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 SERVED_DROPS = ("queue_full", "not_written", "fault")
-RELOAD_RESULTS = ("success", "failure", "unchanged")
+RELOAD_RESULTS = ("success", "failure", "unchanged", "busy")
 CHECK_TEXT = (
     "The sequence × 10⁹ plus nine digits of the digest: what differs between replicas of one sequence has diverged."
 )
