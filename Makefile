@@ -14,7 +14,7 @@ DEMO = $(filter weights/demo,$(CHECKPOINT))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo demo-loop test test-quick test-ray check bench bench-gpu load peers soak lock wheel image clean
+.PHONY: help install serve demo demo-loop test test-quick test-ray test-lowest check bench bench-gpu load peers soak lock wheel image clean
 .DEFAULT_GOAL := help
 
 help: ## show this list; begin with `make serve`, then open http://127.0.0.1:8000/explore
@@ -95,6 +95,16 @@ $(RAY)/.installed: pyproject.toml docker/requirements.lock .ci/install | $(BIN)/
 
 test-ray: $(RAY)/.installed ## run the tests of Ray Serve, with two replicas, and of the join with Ray Data, in an environment of its own
 	RAY_raylet_start_wait_time_s=60 $(RAY)/bin/python -m pytest tests/ops/ray_serve.py tests/ops/ray_join.py $(ARGS)
+
+LOWEST := .cache/lowest
+$(LOWEST)/.installed: pyproject.toml app/client/pyproject.toml .ci/install | $(BIN)/python
+	$(PYTHON) -m venv $(LOWEST)
+	LOCK=/dev/null .ci/install $(LOWEST) dev,redis,tracing,fetch,served,train,tensorboard,load --resolution lowest-direct
+	@touch $@
+
+test-lowest: $(LOWEST)/.installed ## run the tests of test-quick with the lowest versions of packages that pyproject.toml allows
+	@# old packages warn of each other
+	$(LOWEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow" -W ignore::DeprecationWarning --ignore tests/ops $(ARGS)
 
 soak: $(VENV)/.installed ## run the reliability tests for a minute each: SECONDS=600 for longer
 	@.ci/debian wrk haproxy redis-server

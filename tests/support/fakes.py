@@ -87,7 +87,7 @@ class Gate:
 
 def expected(context: Context, candidates: Candidates, version: int = 1) -> Scores:
     """The scores that the fake engine of a version gives this request."""
-    seeds = candidates.post_ids.astype(np.float64) * 31 + context.user_id * 7 + len(context) + version * 1000
+    seeds = candidates.post_ids.astype(np.float64) * 31 + float(context.user_id) * 7 + len(context) + version * 1000
     logits = np.sin(seeds[:, None] + np.arange(3)).astype(np.float32)
     return Scores(logits, (1 / (1 + np.exp(-logits))).astype(np.float32), np.abs(logits[:, :1]))
 

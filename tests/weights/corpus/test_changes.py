@@ -392,7 +392,7 @@ def foreign_log() -> bytes:
         return Path(f"{place}/other-wal").read_bytes()
 
 
-@pytest.mark.parametrize("content", [foreign_log(), b"x" * 4096, b""])
+@pytest.mark.parametrize("content", [foreign_log(), b"x" * 4096, b""], ids=["a log", "no log", "empty"])
 def test_a_foreign_write_ahead_log_is_set_aside(corpus: Path, content: bytes) -> None:
     made = written(corpus, 3)
     log = Path(f"{file_of(corpus)}-wal")

@@ -124,7 +124,7 @@ def append_contexts(source: Table, action_names: tuple[str, ...], growing: Growi
         raise LogError(f"{source.files[0]} lacks the column {missing[0]}, which contexts as served have")
     if further := sorted(set(source.schema.names) - needed - {CODES}):
         raise LogError(f"{source.files[0]} has the column {further[0]}, which the impressions do not have")
-    empty: Columns = {name: np.zeros(0, kind.to_pandas_dtype()) for name, kind in LISTS.items()}
+    empty: Columns = {name: pa.array([], kind).to_numpy() for name, kind in LISTS.items()}
     growing.append(
         {"ids": np.zeros(0, np.uint64), "lengths": np.zeros(0, np.int64)}
         | empty

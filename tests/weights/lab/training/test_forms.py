@@ -176,12 +176,12 @@ def test_training_gives_one_digest_from_memory_and_disk(world: World, tmp_path: 
 def test_every_mistake_names_the_file_and_the_row(is_cached: bool, table: pa.Table, tmp_path: Path) -> None:
     path = by_day(table, tmp_path)
     wrong = path / "date=2026-06-03/part-0.parquet"
-    posts = pq.read_table(wrong)["post_id"].to_pylist()
+    posts = pq.ParquetFile(wrong).read()["post_id"].to_pylist()
     for mistake, reason in (
         ([*posts[:4], 0, *posts[5:]], "post_id must not be 0"),
         ([*posts[:4], None, *posts[5:]], "column post_id has 1 nulls; every row needs an id"),
     ):
-        table = pq.read_table(wrong)
+        table = pq.ParquetFile(wrong).read()
         column = pa.array(mistake, pa.uint64())
         pq.write_table(table.set_column(table.column_names.index("post_id"), "post_id", column), wrong)
         with pytest.raises(LogError, match=rf"date=2026-06-03/part-0\.parquet, row 5: {reason}"):
