@@ -118,6 +118,10 @@ class Versions(Generic[J]):
         for scheduler in list(self.schedulers.values()):
             self._free(scheduler)
 
+    def has_lost_engine(self) -> bool:
+        """Whether an engine is lost for good, also where `lost` has not told it yet."""
+        return any(scheduler.failure is not None for scheduler in self.schedulers.values())
+
     async def close(self, timeout_seconds: float) -> None:
         """Free each engine after its present forward; one that hangs is left behind."""
         schedulers = list(self.schedulers.values())

@@ -119,7 +119,7 @@ class LocalService:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.places.idle.wait(), timeout_seconds)
         finished = self.places.idle.is_set()
-        if self._failure is not None:
+        if self._failure is not None or self.versions.has_lost_engine():
             until = self.clock() + 1.0  # the engine's thread may hang forever
         self._attention.stop()
         self.versions.fail_all(_draining)

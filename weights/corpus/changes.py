@@ -337,7 +337,11 @@ def _create(path: Path, manifest: CorpusManifest) -> None:
 def _connected(path: Path, mode: str) -> sqlite3.Connection:
     _set_foreign_log_aside(path)
     database = sqlite3.connect(
-        f"file:{quote(str(path))}?mode={mode}", BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+        f"file:{quote(str(path))}?mode={mode}",
+        timeout=BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=True,
     )
     if mode != "ro":
         database.executescript(DURABLE)
