@@ -177,7 +177,8 @@ def passed_on(name: str) -> property:
     return property(get)
 
 
-for name in {name for name in dir(OverlappingEngine) if not name.startswith("_")} - {"close"} | {"info"}:
+METHODS = {name for name in dir(OverlappingEngine) if not name.startswith("_")}
+for name in (METHODS | {"config", "info"}) - {"close"}:
     setattr(Watched, name, passed_on(name))  # on the class, where `isinstance` looks from Python 3.12 on
 
 
