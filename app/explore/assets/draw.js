@@ -22,6 +22,7 @@ export function draw(app) {
 export function drawLists(app) {
   const { state, replies } = app;
   if (!replies.length) return;
+  const hold = heldInSight(byId("sweep"));
   const views = replies.map((reply, side) => ({ reply, side, posts: app.shown(side) }));
   const two = views.length === 2;
   const sums = views.flatMap(({ posts, reply }) => posts.map((post) => balance(post, reply.actions, reply.weights)));
@@ -49,6 +50,15 @@ export function drawLists(app) {
   drawHeat(app);
   drawSweep(app);
   drawCandidates(app);
+  hold();
+}
+
+/** Keeps a part of the page where it is on the screen, if it is in sight, when what is above it grows: reasons come later than their row opens.
+ * @param {HTMLElement} part @returns {() => void} to call after drawing */
+function heldInSight(part) {
+  const { top, bottom } = part.getBoundingClientRect();
+  const isInSight = !part.hidden && top < innerHeight && bottom > 0;
+  return () => isInSight && scrollBy(0, part.getBoundingClientRect().top - top);
 }
 
 function pressed(/** @type {App} */ app, /** @type {string} */ what, /** @type {Shown} */ post) {

@@ -130,6 +130,7 @@ def test_on_a_phone_a_sweep_comes_into_sight(browser: Any, server: Live) -> None
     with Explorer(browser, server.url, **PHONE) as tab:
         tab.open().page.locator(".list li").first.get_by_role("button", name="Why").click()
         tab.page.get_by_role("button", name="Sweep the weight of favorite").click()
+        tab.page.locator("#heat").wait_for()  # the reasons of the open row, which may come now
         box, caption = (tab.page.locator(name).bounding_box() for name in ("#sweep svg", "#caption"))
         assert caption["y"] >= 0
         assert caption["y"] + caption["height"] <= box["y"] < box["y"] + box["height"] <= 844
