@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from loadtest.server import Server
@@ -73,6 +74,7 @@ def callers(
                         refused = reply.status in (429, 503) and not impatient
                         stop.wait(min(1.0, float(reply.headers["retry-after"])) if refused else pause)
                 except (OSError, http.client.HTTPException) as error:
+                    print(f"{datetime.now(UTC):%H:%M:%S.%f} without a reply, {headers}: {error!r}")
                     replies.broken += 1
                     replies.refused += isinstance(error, ConnectionRefusedError)
                     stop.wait(0.05)
