@@ -99,9 +99,9 @@ def load(proxy: Server) -> Iterator[list[Replies]]:
 
 def restart_in_turn(
     folder: Path, turns: int, seconds: float, end: Callable[[Server], object]
-) -> tuple[list[Replies], int]:
+) -> tuple[list[Replies], int, int]:
     """End the two servers in turn under load and start them again, at least `turns` times and for at least `seconds`. Returns the replies
-    of each kind of caller, and how many servers were ended."""
+    of each kind of caller, how many servers were ended, and how often HAProxy sent the same request again at most."""
     ports = [free_port(), free_port()]
     ended = 0
     with ExitStack() as stack:
@@ -116,9 +116,10 @@ def restart_in_turn(
                 wait_until(lambda number=number: found.status(number + 1) == "UP", RESTART_SECONDS, found.proxy)
                 time.sleep(0.5)
                 ended += 1
+            retries = [int(each) for each in re.findall(r'/\+?(\d+) \d+/\d+ "POST ', found.proxy.log_text)]
             print("What HAProxy logged, but for replies of 200:")
             print("\n".join(line for line in found.proxy.log_text.splitlines() if " 200 " not in line))
-    return replies, ended
+    return replies, ended, max(retries)
 
 
 def ranker(port: int) -> object:
@@ -141,12 +142,13 @@ def haproxy() -> None:
 
 
 def test_ten_kills_behind_haproxy_lose_no_request(tmp_path: Path, duration: float) -> None:
-    replies, kills = restart_in_turn(tmp_path, KILLS, duration, lambda server: server.signal(signal.SIGKILL))
-    print(f"{kills} kills, {sum(len(each.all) for each in replies)} requests")
+    replies, kills, retries = restart_in_turn(tmp_path, KILLS, duration, lambda server: server.signal(signal.SIGKILL))
+    print(f"{kills} kills, {sum(len(each.all) for each in replies)} requests, sent again {retries} times at most")
     assert lost(replies) == []
+    assert retries <= 2, "five are allowed, and the second of two servers should do"
 
 
 def test_rolling_restarts_behind_haproxy_lose_no_request(tmp_path: Path, duration: float) -> None:
-    replies, restarts = restart_in_turn(tmp_path, 4, duration, lambda server: server.signal(signal.SIGTERM))
-    print(f"{restarts} restarts, {sum(len(each.all) for each in replies)} requests")
+    replies, restarts, retries = restart_in_turn(tmp_path, 4, duration, lambda server: server.signal(signal.SIGTERM))
+    print(f"{restarts} restarts, {sum(len(each.all) for each in replies)} requests, sent again {retries} times at most")
     assert lost(replies) == []
