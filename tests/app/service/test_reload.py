@@ -344,6 +344,21 @@ class Place:
         return load_by_name(path, steps)
 
 
+class SlowPlace(Place):
+    """One whose second load has read what is there, and then waits for `go_on`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def load(self, path: Path, steps: Steps) -> LoadedModel:
+        loaded = super().load(path, steps)
+        if len(self.loads) == 2:
+            self.begun.set()
+            assert self.go_on.wait(10)
+        return loaded
+
+
 async def test_the_watch_loads_a_manifest_once_and_retries_no_refusal(tmp_path: Path) -> None:
     place = Place(tmp_path)
     async with running(load=place.load, checkpoint=place.path) as ranker:
@@ -411,24 +426,16 @@ async def test_the_watch_sees_a_manifest_of_equal_inode_size_and_time(tmp_path: 
 
 
 async def test_the_watch_goes_on_after_another_reload_has_kept_it_out(tmp_path: Path) -> None:
-    place, begun, go_on = Place(tmp_path), threading.Event(), threading.Event()
-
-    def load(path: Path, steps: Steps) -> LoadedModel:
-        found = place.load(path, steps)
-        if len(place.loads) == 2:
-            begun.set()
-            assert go_on.wait(10)
-        return found
-
-    async with running(load=load, checkpoint=place.path) as ranker:
+    place = SlowPlace(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
         ranker.reloads.watch(0.01)
         await asyncio.sleep(0.05)
         other = asyncio.create_task(ranker.reloads.reload())
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(place.begun.wait, 10)
         place.point("v4")
         await until(lambda: reloads(ranker).get("busy", 0) > 0)
         assert "failure" not in reloads(ranker), "no checkpoint was refused, so no alert"
-        go_on.set()
+        place.go_on.set()
         await other
         await until(lambda: ranker.model().manifest.version == "v4")
 
@@ -443,23 +450,15 @@ async def test_a_signal_reads_the_present_checkpoint_again(tmp_path: Path) -> No
 
 async def test_a_signal_during_a_reload_reads_again_after_it(tmp_path: Path) -> None:
     """The reload under way may have read what was there before. Several signals are one."""
-    place, begun, go_on = Place(tmp_path), threading.Event(), threading.Event()
-
-    def load(path: Path, steps: Steps) -> LoadedModel:
-        loaded = place.load(path, steps)
-        if len(place.loads) == 2:
-            begun.set()
-            assert go_on.wait(10)
-        return loaded
-
-    async with running(load=load, checkpoint=place.path) as ranker:
+    place = SlowPlace(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
         place.point("v2")
         ranker.reloads.reload_soon()
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(place.begun.wait, 10)
         place.point("v3")
         for _ in range(5):
             ranker.reloads.reload_soon()
         await asyncio.sleep(0.05)
-        go_on.set()
+        place.go_on.set()
         await until(lambda: ranker.model().manifest.version == "v3")
         assert reloads(ranker) == {"success": 2}
