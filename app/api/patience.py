@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
-MEMORY_SECONDS, LEAST_LEAVERS, MOST_LEAVERS = 5.0, 3, 32
+MEMORY_SECONDS, MOST_LEAVERS = 5.0, 32
+LEAST_LEAVERS, MOMENT_SECONDS = 3, 0.1  # a feed service that ends takes all its calls with it in one moment
 LEAVERS_SHARE, FEW_LEAVERS_SHARE = 0.05, 0.01  # from which it begins to count, and below which it ends to
 REPLIES = 16  # that an average goes over
 HASTE = 0.7  # of the time after which callers left: replies take longer at times
@@ -18,20 +19,23 @@ HASTE = 0.7  # of the time after which callers left: replies take longer at time
 class Patience:
     """How long the callers of one kind lately waited before they left without their reply: a guess of when those who wait now will leave.
 
-    It counts for nothing while few callers leave. Then it counts until almost nobody leaves, so that longer waits are tried again: where it
-    is just enough for most, those who leave a little before their reply are taken for answered. `reply_seconds`: how long replies lately
-    took from the turn in which the body was read.
+    It counts for nothing while few callers leave, or all in the same moment. Then it counts until almost nobody leaves, so that longer
+    waits are tried again: where it is just enough for most, those who leave a little before their reply are taken for answered.
+    `reply_seconds`: how long replies lately took from the turn in which the body was read.
     """
 
     def __init__(self) -> None:
         self.reply_seconds = 0.0
         self._counts = False  # as of the last look
         self._left: deque[tuple[float, float]] = deque(maxlen=MOST_LEAVERS)  # when, and after how many seconds
+        self._moments: deque[float] = deque(maxlen=2)  # the last two in which any left: when each began
         self._answered: deque[float] = deque(maxlen=round(MOST_LEAVERS / LEAVERS_SHARE))
 
     def left(self, now: float, seconds: float) -> None:
         """Record that a caller left after so many seconds."""
         self._left.append((now, seconds))
+        if not self._moments or now - self._moments[-1] >= MOMENT_SECONDS:
+            self._moments.append(now)
 
     def answered(self, now: float, seconds: float) -> None:
         """Record that a caller got its reply so many seconds after its turn."""
@@ -50,7 +54,9 @@ class Patience:
             self._answered.popleft()
         count = len(self._left)
         share = FEW_LEAVERS_SHARE if self._counts else LEAVERS_SHARE
-        self._counts = count >= LEAST_LEAVERS and count >= share * (count + len(self._answered))
+        is_one_moment = len(self._moments) < 2 or self._moments[0] < since
+        enough = count >= LEAST_LEAVERS and count >= share * (count + len(self._answered))
+        self._counts = enough and not is_one_moment
         return sorted(seconds for _, seconds in self._left)[count // 2] if self._counts else math.inf
 
 

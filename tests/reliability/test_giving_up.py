@@ -71,6 +71,26 @@ def test_callers_who_give_up_keep_others_from_nothing() -> None:
     assert many["200"] > 0.5 * few["200"], (few, many)
 
 
+def test_callers_who_all_leave_in_one_moment_did_not_give_up() -> None:
+    """A feed service that ends takes its calls with it. The next ones may wait as long as before."""
+
+    async def leave_and_come_again(port: int) -> Counter[str]:
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for _, writer in connections:
+            writer.write(head() + BODY)
+        await asyncio.sleep(FORWARD_SECONDS / 4)
+        for _, writer in connections:
+            writer.close()
+        ends: Counter[str] = Counter()
+        await asyncio.gather(*(call(port, ends, time.monotonic() + FORWARD_SECONDS) for _ in range(2)))
+        return ends
+
+    queue = Queue(max_wait_seconds=WAIT_SECONDS)
+    with listening(FakeEngine(before=forward), batching=Batching(max_requests=1), queue=queue, logs=QUIET) as live:
+        ends = asyncio.run(leave_and_come_again(live.port))
+        assert set(ends) == {"200"}, ends
+
+
 CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 8
 LEAST_SHARES = {16: 0.6, 64: 0.5, 256: 0.2}  # by callers; on a machine without other work 0.7 and more
 
