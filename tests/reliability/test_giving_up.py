@@ -92,8 +92,8 @@ def test_callers_who_all_leave_in_one_moment_did_not_give_up() -> None:
 
 
 CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 8
-# By callers, in the best round. On 2026-11-28 0.7 and more without other work; on 2026-11-29, on another machine, two workers reached 0.08 to
-# 0.21 in most rounds, which is open.
+# By callers, in the best round. On 2026-11-28 0.7 and more without other work. On 2026-11-29, on another machine, two workers reached
+# 0.08 to 0.21 in most rounds, which is open.
 LEAST_SHARES = {16: 0.6, 64: 0.5, 256: 0.2}
 
 
