@@ -18,7 +18,6 @@ from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from app.api.patience import HASTE
 from app.api.state import AppState, state_of
 from app.errors import (
     BadRequest,
@@ -213,7 +212,7 @@ def leaves_at(request: Request, state: AppState, exchange: Exchange) -> float:
     patience_seconds = state.leavers.of(exchange.key, request.scope["route"].path).seconds(now)
     if patience_seconds == math.inf:
         return math.inf
-    return state.ranker.clock() - (now - exchange.came) + HASTE * patience_seconds
+    return state.ranker.clock() - (now - exchange.came) + patience_seconds
 
 
 def check_room(request: Request, state: AppState, exchange: Exchange, size: int) -> None:

@@ -173,7 +173,7 @@ class RequestMiddleware:
         """Learn from a caller whose request had come whole: it is answered, or has left."""
         now, route = time.perf_counter(), scope["route"].path
         if not exchange.status or _has_left(scope):
-            self.leavers.of(exchange.key, route).left(now, now - exchange.came)
+            self.leavers.of(exchange.key, route).left(now, now - exchange.came, was_read=exchange.turn_at > 0)
         elif exchange.status < 300:
             self.leavers.of(exchange.key, route).answered(now, now - exchange.turn_at)
 

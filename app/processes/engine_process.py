@@ -37,6 +37,7 @@ from app.processes.messages import (
     decoder,
     encode,
 )
+from app.queue.admission import CROWDED_SECONDS
 from app.queue.scheduler import Scheduler
 from app.service.local import LocalService
 from app.settings import Settings
@@ -220,13 +221,13 @@ class EngineProcess:
         with ExitStack() as held:
             if place is not None:
                 held.push(place.held)
-            model = self._served(question.model) if place is None else place.job.model
-            question.candidates.check(model.manifest.config)
-            if not isinstance(question.context, str):
-                question.context.check(model.manifest.config)  # native code trusts it
-            if place is None:
-                place = self._place(model, question.request)
+            else:
+                place = self._place(self._served(question.model), question.request)
                 held.push(place.held)
+            config = place.job.model.manifest.config
+            question.candidates.check(config)
+            if not isinstance(question.context, str):
+                question.context.check(config)  # native code trusts it
             ranked = await self.ranker.rank(place.job, question.context, question.candidates)
         is_logged = self.settings.served.directory is not None
         return ranked if is_logged or ranked.context is None else msgspec.structs.replace(ranked, context=None)
@@ -261,7 +262,9 @@ class EngineProcess:
     def _send_state(self) -> None:
         """Send the state to all workers if it has changed, or as a sign of life."""
         ranker = self.ranker
-        refusal = ranker.admission.closed(ranker.versions.running())
+        now, running = ranker.clock(), ranker.versions.running()
+        refusal = ranker.admission.closed(running)
+        is_crowded = now < ranker.places.refused_at + CROWDED_SECONDS
         model, corpus = self._described(ranker.versions.current), self._described(ranker.corpus.versions.current)
         state = EngineState(
             ranker.health(),
@@ -269,9 +272,9 @@ class EngineProcess:
             corpus,
             refusal.detail if refusal else "",
             refusal.retry_after_seconds if refusal else 0.0,
+            ranker.admission.outlook(running) if is_crowded else None,
         )
-        now = ranker.clock()
-        is_same = _without_time(state) == _without_time(self._state)
+        is_same = not is_crowded and _without_time(state) == _without_time(self._state)
         if is_same and now < self._sent_at + SIGN_OF_LIFE_SECONDS:
             return
         self._state, self._sent_at = state, now

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from app.errors import InternalError, InvalidRequest, ServiceError, error_class, service_error_of
 from app.interface import CorpusState, Health, PlaceRequest, SearchRequest, ServedCorpus, ServedModel
+from app.queue.forecast import Outlook
 from model.engine import EngineInfo
 from model.inputs import Candidates, Context
 from model.retrieval.inputs import PostChange
@@ -131,13 +132,15 @@ class Served(msgspec.Struct):
 
 
 class EngineState(msgspec.Struct, tag=True):
-    """The engine process as it is now: sent when it changes, and as a sign of life. `closed`: why every request would be refused."""
+    """The engine process as it is now: sent when it changes, and as a sign of life. `closed`: why every request would be refused.
+    `outlook`: what awaits the next request, sent often while requests are refused; None while none are."""
 
     health: Health
     model: Served | None = None
     corpus: Served | None = None
     closed: str = ""
     retry_after_seconds: float = 0.0
+    outlook: Outlook | None = None
 
 
 FromWorker = Admit | Rank | Search | Cancel | Call | Answer | Failed

@@ -41,6 +41,7 @@ LOOK_SECONDS = 0.05
 SOON_SECONDS = 10.0  # a process that ends within this time of its start is started again after a pause
 PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 10.0  # doubled each time, up to the second
 MOST_FAILURES = 3
+WORKER_NICENESS = 10  # where processors are scarce, what was admitted is computed before more is read
 LAST_SECONDS = 10.0  # how much longer than its drain a process may take to end
 STOPPED_STATE = "T"  # of a process after SIGSTOP; under a debugger it has another letter
 
@@ -79,6 +80,7 @@ def play(role: Role, settings: Settings) -> int:
 
     gc.freeze()
     if role.worker:
+        os.nice(WORKER_NICENESS)
         from app.processes.remote import RemoteService
 
         ranker = RemoteService(settings, role.path, Metrics())
@@ -116,9 +118,10 @@ class Child:
         environment = {**os.environ, VARIABLE: msgspec.json.encode(role).decode()}
         self.start_at = time.monotonic()
         command = [sys.executable, "-m", "app", *parent.arguments]
-        # A session of its own: a terminal's signals reach the parent alone.
+        # A process group of its own: a terminal's signals reach the parent alone. Not a session: Linux may share processors out by session
+        # (`sched_autogroup`), and then the niceness of a worker would not count.
         descriptors = [parent.folder, *shared]
-        self.process = subprocess.Popen(command, env=environment, pass_fds=descriptors, start_new_session=True)
+        self.process = subprocess.Popen(command, env=environment, pass_fds=descriptors, process_group=0)
 
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""

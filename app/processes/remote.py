@@ -52,6 +52,8 @@ from app.processes.messages import (
     Search,
     encode,
 )
+from app.queue.admission import CROWDED_SECONDS, TOO_LATE
+from app.queue.batching import chunk_count
 from app.settings import Settings
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
@@ -63,8 +65,8 @@ SOON_SECONDS, PAUSE_SECONDS = 1.0, 1.0  # a link that ends so soon is followed b
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
 SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
-CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 MOST_UNREAD_BYTES = MAX_BYTES // 4  # more may not wait for an engine process that reads too slowly
+SMALLEST_COST = 2  # tokens of a request: the user and one candidate
 REPLACED_KEPT = 4  # models and corpora that no longer serve, for requests under way
 STARTING = EngineState(Health(False, False, False, False, "The engine process is starting."))
 ENDED = EngineState(Health(False, False, True, False, "The engine process has ended."))
@@ -234,21 +236,34 @@ class RemoteService:
         is_crowded = self.clock() < self._refused_at + CROWDED_SECONDS
         is_full = bool(self.state.closed) or self._has_too_many_questions(key)
         if self._fills_link(key, self._link) or (is_crowded and is_full):
-            self.metrics.rejected.labels("queue_full").inc()
-            detail = self.state.closed or "the queue is full"
-            raise Overloaded(
-                f"Refused on arrival: {detail}.", retry_after_seconds=max(self.state.retry_after_seconds, 0.1)
-            )
+            raise self._refused(self.state.closed or "the queue is full", max(self.state.retry_after_seconds, 0.1))
+        self._check_in_time(SMALLEST_COST, 1, leaves_at)
 
     @contextmanager
     def admit(self, model: ServedModel, request: PlaceRequest) -> Iterator[Job]:
-        """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`."""
+        """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`. Raises Overloaded for what it would
+        certainly refuse because the caller leaves before: checking a request and sending it would cost more than all that came before."""
+        cost = request.candidates + 1 + min(request.history, model.manifest.config.history_length)
+        self._check_in_time(cost, chunk_count(request.candidates, self.settings.batching), request.leaves_at)
         job = RemoteJob(model, request)
         try:
             yield job
         finally:
             if job.link is not None and job.place:  # reserved, and not ranked to the end
                 job.link.send(Cancel(job.place))
+
+    def _check_in_time(self, cost: int, chunks: int, leaves_at: float) -> None:
+        """Raise Overloaded where, as the engine process last told while it refused requests, a caller leaves before its reply."""
+        outlook = self.state.outlook
+        if outlook is None or leaves_at == math.inf:
+            return
+        late_seconds = outlook.late_seconds(cost, chunks, leaves_at, self.clock())
+        if late_seconds > 0:
+            raise self._refused(TOO_LATE, late_seconds)
+
+    def _refused(self, detail: str, retry_after_seconds: float) -> Overloaded:
+        self.metrics.rejected.labels("queue_full").inc()
+        return Overloaded(f"Refused on arrival: {detail}.", retry_after_seconds=retry_after_seconds)
 
     def _has_too_many_questions(self, key: str | None) -> bool:
         """Whether as many questions of this key have no answer yet as it may have requests in the queue. The questions of other keys do not

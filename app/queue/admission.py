@@ -11,8 +11,8 @@ yet answered. An engine without work takes any request that passes the first two
                                                                 unfinished context tokens        262144   queue.max_context_tokens
     key share  a key that would hold more than its share        unfinished work of the key       0.5      queue.max_share_per_key
     wait       a longer wait, if beyond the next forward        seconds until its first forward  0.5      queue.max_wait_seconds
-    patience   a request whose caller would leave before        that, and its own forwards       `Work.leaves_at`
-    deadline   a request that would end too late                that, and its own forwards       10.0     deadline.default_seconds
+    patience   a request whose caller would leave before        that, and its forwards           `Work.leaves_at`
+    deadline   a request that would end too late                that, and its forwards           10.0     deadline.default_seconds
 
 *Key share* holds for requests, candidates and context tokens: see `app.shares`.
 
@@ -21,8 +21,8 @@ So it may join even if a forward takes longer than the limit, unless demand is s
 limit, fill the next forward `FILLED_TIMES` over.
 
 *Patience.* Callers who give up after a quarter of a second and come again would fill the queue with work for nobody. So a request must end
-before its caller is likely to leave: `app.api.patience` learns when that is. A request that ends within `SURE_TIMES` its own forwards
-passes in any case, so that callers who leave at once keep nobody out.
+before its caller is likely to leave: `app.api.patience` learns when that is, and `app.queue.forecast.Outlook` has the rule, which workers
+apply as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from app.queue.batching import Full, Work, chunk_count, forwards_of
-from app.queue.forecast import Clock, ForwardTime, Offered, Running
+from app.queue.forecast import Clock, ForwardTime, Offered, Outlook, Running
 from app.settings import Batching, Queue
 from app.shares import over_share
 
@@ -40,7 +40,8 @@ Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
 
 KEY_BURST_SECONDS = 2.0  # an idle key may use this many seconds of its rate at once
 FILLED_TIMES = 1.5  # arrivals are random: demand that fills it once on average would often leave it partly empty
-SURE_TIMES = 1.5
+CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
+TOO_LATE = "callers leave before such a wait is over"
 NO_RATE_RETRY_SECONDS = 1.0  # `retry_after_seconds` before the first forward was measured
 
 
@@ -54,10 +55,12 @@ class Refusal:
 
 
 class Wait(NamedTuple):
-    """A job's predicted wait: seconds until its first forward, and how many full forwards come before that one."""
+    """A job's predicted wait: seconds until its first forward, how many full forwards come before that one, and how many tokens of other
+    jobs it holds."""
 
     seconds: float
     forwards: int
+    shared_cost: float
 
 
 @dataclass(slots=True)
@@ -110,6 +113,13 @@ class Admission:
         wait = self.wait(smallest, running)
         return self._no_room(smallest) or self._over_wait(wait) or self._over_patience(smallest, wait)
 
+    def outlook(self, running: Running) -> Outlook:
+        """What awaits the next request of a key without unfinished work."""
+        wait = Wait(0.0, 0, 0.0)
+        if self.requests:
+            wait = self.wait(Work(candidates=1, context_tokens=1, deadline=math.inf), running)
+        return self.forward_time.outlook(self.clock() + wait.seconds, wait.shared_cost)
+
     def refusal(self, job: Work, running: Running) -> Refusal | None:
         """Return why the job may not join now, or None. Records it as offered work."""
         now = self.clock()
@@ -123,7 +133,7 @@ class Admission:
         if limited := self._no_room(job):
             return limited
         wait = self.wait(job, running)
-        return self._over_wait(wait) or self._over_patience(job, wait) or self._over_deadline(job, wait.seconds)
+        return self._over_wait(wait) or self._over_patience(job, wait) or self._over_deadline(job, wait)
 
     def add(self, job: Work) -> None:
         """Count a job that joins."""
@@ -160,11 +170,13 @@ class Admission:
             self.context_tokens - running.context_tokens,
             self._full,
         )
+        waiting_cost = self.cost - running.cost
         if forwards < 1:  # the job shares a forward with all work before it
-            return Wait(left, 0)
-        full_seconds = self.forward_time.seconds((self.cost - running.cost) / forwards) or 0.0
-        ahead = int(forwards * self._share_ahead(job) + 1e-9)
-        return Wait(left + ahead * full_seconds, ahead)
+            return Wait(left, 0, waiting_cost)
+        full_cost = waiting_cost / forwards
+        before = forwards * self._share_ahead(job) + 1e-9
+        ahead = int(before)
+        return Wait(left + ahead * (self.forward_time.seconds(full_cost) or 0.0), ahead, (before - ahead) * full_cost)
 
     def _share_ahead(self, job: Work) -> float:
         """Fraction of the queue served before the job: its key's work, and of each other key at most that plus the job's own work."""
@@ -194,12 +206,12 @@ class Admission:
         return None
 
     def _over_patience(self, job: Work, wait: Wait) -> Refusal | None:
-        own = self.forward_time.seconds(job.cost / job.chunks)
-        if job.leaves_at == math.inf or own is None:
+        if job.leaves_at == math.inf:
             return None
-        end = (wait.seconds + own) * job.chunks
-        late = end - max(job.leaves_at - self.clock(), SURE_TIMES * own * job.chunks)
-        return Refusal("queue_full", "callers leave before such a wait is over", late) if late > 0 else None
+        now = self.clock()
+        outlook = self.forward_time.outlook(now + wait.seconds, wait.shared_cost)
+        late = outlook.late_seconds(job.cost, job.chunks, job.leaves_at, now)
+        return Refusal("queue_full", TOO_LATE, late) if late > 0 else None
 
     def _over_share(self, job: Work) -> int:
         """By how much the key would exceed its share."""
@@ -226,12 +238,12 @@ class Admission:
         forwards = self.offered.forwards_per_second(self.clock()) * self.queue.max_wait_seconds
         return forwards >= FILLED_TIMES
 
-    def _over_deadline(self, job: Work, wait: float) -> Refusal | None:
-        own = self.forward_time.seconds(job.cost / job.chunks)
-        if own is None:
+    def _over_deadline(self, job: Work, wait: Wait) -> Refusal | None:
+        forward_seconds = self.forward_time.seconds(job.cost / job.chunks + wait.shared_cost)
+        if forward_seconds is None:
             return None
-        late = self.clock() + (wait + own) * job.chunks - job.deadline
-        return Refusal("deadline", "the predicted wait is longer than the deadline", wait) if late > 0 else None
+        late = self.clock() + (wait.seconds + forward_seconds) * job.chunks - job.deadline
+        return Refusal("deadline", "the predicted wait is longer than the deadline", wait.seconds) if late > 0 else None
 
     def _over_key_rate(self, job: Work) -> Refusal | None:
         rate = self.queue.key_candidates_per_second

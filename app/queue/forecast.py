@@ -10,6 +10,7 @@ Clock = Callable[[], float]  # seconds that never run backwards
 
 MEMORY_SECONDS = 0.5  # of `Offered` and `LoopTime`
 LEAST_REQUESTS = 50.0  # within that memory of `LoopTime`; with fewer, what else the loop does would count as theirs
+SURE_TIMES = 1.5  # a request that ends within so many times its own forwards is in time: callers who leave at once keep nobody out
 REFUSAL_SHARE = 0.3  # of what a request costs that is answered: an estimate
 
 
@@ -42,9 +43,34 @@ class ForwardTime:
             self._per_token = min(max(slope, 0.0), mean_seconds / mean_cost)
         self._fixed = mean_seconds - self._per_token * mean_cost
 
+    def outlook(self, begins_at: float, shared_cost: float) -> Outlook:
+        """Of a request whose first forward begins then and holds so many tokens of others. Before the first forward was recorded, forwards
+        count as taking no time."""
+        return Outlook(begins_at, shared_cost, self._fixed, self._per_token)
+
     def seconds(self, cost: float) -> float | None:
         """Predicted seconds of one forward; None before the first was recorded."""
         return self._fixed + self._per_token * cost if self._weight else None
+
+
+class Outlook(NamedTuple):
+    """What awaits a request that joins the queue now.
+
+    `begins_at`: when its first forward begins, in seconds of the machine's monotonic clock. `shared_cost`: tokens of other requests in that
+    forward. `fixed_seconds` and `seconds_per_token`: what a forward takes.
+    """
+
+    begins_at: float
+    shared_cost: float
+    fixed_seconds: float
+    seconds_per_token: float
+
+    def late_seconds(self, cost: int, chunks: int, leaves_at: float, now: float) -> float:
+        """By how much a request of so many tokens and forwards ends after its caller has left; 0 or less where it is in time."""
+        own = (self.fixed_seconds + self.seconds_per_token * cost / chunks) * chunks
+        wait = max(0.0, self.begins_at - now)
+        end = own + (wait + self.seconds_per_token * self.shared_cost) * chunks
+        return end - max(leaves_at - now, SURE_TIMES * own)
 
 
 class Running(NamedTuple):

@@ -22,7 +22,7 @@ from app.corpus.loading import CorpusLoader, corpus_loader
 from app.corpus.searches import Searches
 from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceError
 from app.interface import Health, Job, PlaceRequest, Ranked, ServedModel
-from app.queue.admission import Admission, Refusal
+from app.queue.admission import CROWDED_SECONDS, Admission, Refusal
 from app.queue.batching import chunk_count
 from app.queue.forecast import Clock, LoopTime, LoopWork
 from app.queue.handles import Handles
@@ -40,7 +40,6 @@ from app.telemetry.metrics import Metrics, Snapshot
 from model.inputs import Candidates, Context
 
 RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # guesses: nobody knows how long it takes
-CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 TICK_SECONDS, TICKING_SECONDS = 0.02, 1.0  # between two looks while requests come, and how long after the last one
 
 
