@@ -92,9 +92,7 @@ def test_callers_who_all_leave_in_one_moment_did_not_give_up() -> None:
 
 
 CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 8
-# By callers, in the best round. On 2026-11-28 0.7 and more without other work. On 2026-11-29, on another machine, two workers reached
-# 0.08 to 0.21 in most rounds, which is open.
-LEAST_SHARES = {16: 0.6, 64: 0.5, 256: 0.2}
+LEAST_SHARE = 0.7
 
 
 class Call(asyncio.Protocol):
@@ -182,11 +180,11 @@ def test_a_crowd_that_gives_up_gets_as_much_as_eight(demo: Server, callers: int,
     body = json.dumps(example(CANDIDATES)).encode()
     request = head(length=len(body)) + body
     rounds = []
-    for _ in range(ROUNDS):  # other work of the machine spoils some
+    for _ in range(ROUNDS):  # other work of the machine spoils some, and some rounds reach a little less
         uvloop.run(calm(demo.port, request))
         few = uvloop.run(ends_of(demo.port, request, 8, pauses=pauses))
         many = uvloop.run(ends_of(demo.port, request, callers, pauses=pauses))
         rounds.append((few, many))
-        if many["200"] >= LEAST_SHARES[callers] * few["200"] > 0:
+        if many["200"] >= LEAST_SHARE * few["200"] > 0:
             return
     raise AssertionError(rounds)

@@ -69,7 +69,8 @@ def test_the_excess_is_refused_and_the_admitted_are_in_time(server: Server, dura
     assert heavy.statuses == {200, 429}
     assert light.of(429) == []
     assert all(float(reply.headers["retry-after"]) >= 0 for reply in heavy.of(429))
-    assert seconds[int(0.99 * len(seconds))] < 2.0
+    usual = statistics.median(reply.seconds for reply in light.of(200))  # 0.03 s; ten times that while other tests run
+    assert seconds[int(0.99 * len(seconds))] < 1.0 + 20 * usual
     assert len(after.of(200)) > 0.25 * len(light.of(200))  # other jobs of the machine may halve its speed meanwhile
     assert len(after.of(429)) <= 0.05 * len(after.all)  # it recovers at once
     assert server.metric("ranker_queue_requests") == 0

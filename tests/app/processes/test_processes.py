@@ -78,6 +78,13 @@ def children(server: Server) -> dict[str, list[int]]:
     return roles
 
 
+def test_workers_give_way_to_the_engine_process(several: Server) -> None:
+    """Else, where processors are scarce, they read what is refused while what was admitted is not computed."""
+    roles = children(several)
+    niceness = {pid: os.getpriority(os.PRIO_PROCESS, pid) for pids in roles.values() for pid in pids}
+    assert min(niceness[pid] for pid in roles["worker"]) > max(niceness[pid] for pid in roles["engine"])
+
+
 def plain(reply: httpx.Response) -> Any:
     content = reply.json()
     return {name: value for name, value in content.items() if name not in ("timings_ms", "context", "request_id")}

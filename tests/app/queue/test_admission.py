@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.queue.admission import KEY_BURST_SECONDS, Admission, Refusal, Wait
+from app.queue.admission import KEY_BURST_SECONDS, Admission, Refusal
 from app.queue.batching import Work
 from app.queue.forecast import Running
 from app.settings import Batching, Queue
@@ -86,9 +86,18 @@ def test_who_joins_the_next_forward_does_not_wait_for_it_to_fill() -> None:
         queue.forward_time.observe(10, 0.05)
     for _ in range(3):
         queue.add(job(10))
-        assert queue.wait(job(10), IDLE) == Wait(0.0, 0)
+        assert queue.wait(job(10), IDLE)[:2] == (0.0, 0)
     queue.add(job(10))
-    assert queue.wait(job(10), IDLE) == Wait(0.05, 1)  # that forward is full
+    assert queue.wait(job(10), IDLE)[:2] == (0.05, 1)  # that forward is full
+
+
+def test_a_request_ends_with_all_that_share_its_forward() -> None:
+    queue = admission(Batching(max_candidates=400))
+    linear(queue, 0.001)
+    queue.add(job(300))
+    now = queue.clock()
+    assert queue.refusal(job(100, deadline=now + 0.41), IDLE) is None  # 0.1 s by itself, 0.4 s beside the others
+    assert refused(queue, job(100, deadline=now + 0.39)).reason == "deadline"
 
 
 @pytest.mark.parametrize(("per_second", "joins_next"), [(40, True), (80, True), (400, False)])
