@@ -21,6 +21,17 @@ def test_a_linear_engine_is_learnt() -> None:
     assert time.seconds(1000) == pytest.approx(0.11)
 
 
+def test_what_is_late_is_known_for_every_size() -> None:
+    time = ForwardTime()
+    for cost in (100, 200, 400):
+        time.observe(cost, cost * 0.001)
+    outlook = time.outlook(begins_at=10.0, shared_cost=300)
+    assert outlook.late_seconds(100, 1, leaves_at=10.5, now=9.0) == pytest.approx(-0.1)  # it ends at 10.4
+    assert outlook.late_seconds(100, 1, leaves_at=10.3, now=9.0) == pytest.approx(0.1)
+    assert outlook.late_seconds(100, 1, leaves_at=10.3, now=10.2) == pytest.approx(0.25)  # a forecast of before: it begins now
+    assert time.outlook(10.0, 0).late_seconds(100, 1, leaves_at=10.0, now=10.0) < 0  # callers who leave at once keep nobody out
+
+
 def test_the_recent_past_counts_more() -> None:
     time = ForwardTime(half_life_seconds=1.0)
     for _ in range(100):
