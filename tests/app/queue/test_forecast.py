@@ -28,8 +28,11 @@ def test_what_is_late_is_known_for_every_size() -> None:
     outlook = time.outlook(begins_at=10.0, shared_cost=300)
     assert outlook.late_seconds(100, 1, leaves_at=10.5, now=9.0) == pytest.approx(-0.1)  # it ends at 10.4
     assert outlook.late_seconds(100, 1, leaves_at=10.3, now=9.0) == pytest.approx(0.1)
-    assert outlook.late_seconds(100, 1, leaves_at=10.3, now=10.2) == pytest.approx(0.25)  # a forecast of before: it begins now
-    assert time.outlook(10.0, 0).late_seconds(100, 1, leaves_at=10.0, now=10.0) < 0  # callers who leave at once keep nobody out
+    assert outlook.late_seconds(100, 1, leaves_at=10.3, now=10.2) == pytest.approx(
+        0.25
+    )  # a forecast of before: it begins now
+    alone = time.outlook(10.0, 0)
+    assert alone.late_seconds(100, 1, leaves_at=10.0, now=10.0) < 0  # callers who leave at once keep nobody out
 
 
 def test_the_recent_past_counts_more() -> None:
