@@ -196,6 +196,7 @@ def test_a_crowd_that_gives_up_gets_as_much_as_eight(demo: Server, callers: int,
         few = uvloop.run(ends_of(demo.port, request, 8, pauses=pauses))
         many = uvloop.run(ends_of(demo.port, request, callers, pauses=pauses))
         rounds.append((few, many))
+        print(f"{callers} callers: {many['200'] / max(1, few['200']):.2f} of what 8 get")
         if many["200"] >= LEAST_SHARE * few["200"] > 0:
             return
     raise AssertionError(rounds)

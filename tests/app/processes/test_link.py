@@ -10,11 +10,12 @@ import time
 import warnings
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import structlog
 
@@ -40,6 +41,7 @@ from app.processes.messages import (
     frame,
 )
 from app.processes.remote import RemoteService
+from app.queue.forecast import Outlook
 from app.settings import Deadline, Queue, Settings
 from app.telemetry.metrics import Metrics
 from tests.support import rankers
@@ -382,6 +384,32 @@ def far(tmp_path: Path) -> Path:
     """Where the engine process of `overheard` listens."""
     (folder := tmp_path / "far").mkdir()
     return folder
+
+
+async def test_a_worker_refuses_callers_who_leave_too_soon_by_what_it_was_told(tmp_path: Path) -> None:
+    """The engine process tells what awaits a request while it refuses some, and ends to tell it afterwards."""
+    tight = Queue(max_candidates=8, max_wait_seconds=0)
+    async with engine_process(tmp_path, queue=tight), worker(tmp_path) as ranker:
+        model, now = ranker.model(), ranker.clock()
+        ranker.state = msgspec.structs.replace(ranker.state, outlook=Outlook(now + 1.0, 0.0, 0.1, 0.0))
+        soon, late = (PlaceRequest(8, 2, None, None, now + seconds) for seconds in (0.5, 5.0))
+        with pytest.raises(Overloaded):
+            ranker.check_open(None, soon.leaves_at)
+        with pytest.raises(Overloaded), ranker.admit(model, soon):
+            pass
+        for request in (late, PlaceRequest(8, 2, None, None)):
+            ranker.check_open(None, request.leaves_at)
+            with ranker.admit(model, request):
+                pass
+        ranker.state = msgspec.structs.replace(ranker.state, outlook=None)
+        with ExitStack() as places:
+            held = places.enter_context(ranker.admit(model, late))
+            await ranker.reserve(held)
+            refused = places.enter_context(ranker.admit(model, late))
+            with pytest.raises(Overloaded):
+                await ranker.reserve(refused)
+            await rankers.until(lambda: ranker.state.outlook is not None)
+        await rankers.until(lambda: ranker.state.outlook is None)
 
 
 async def test_rows_of_a_batch_take_one_message_each(tmp_path: Path, far: Path) -> None:
