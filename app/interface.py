@@ -130,6 +130,10 @@ class PlaceRequest(msgspec.Struct, frozen=True):
     key: str | None = None
     leaves_at: float = math.inf
 
+    def context_tokens(self, history_length: int) -> int:
+        """Tokens of the context that a model with this history length reads: the user and the newest events."""
+        return 1 + min(self.history, history_length)
+
 
 class SearchRequest(msgspec.Struct, frozen=True, eq=False):
     """What a search is for, and who waits for it.

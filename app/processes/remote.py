@@ -243,7 +243,7 @@ class RemoteService:
     def admit(self, model: ServedModel, request: PlaceRequest) -> Iterator[Job]:
         """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`. Raises Overloaded for what it would
         certainly refuse because the caller leaves before: checking a request and sending it would cost more than all that came before."""
-        cost = request.candidates + 1 + min(request.history, model.manifest.config.history_length)
+        cost = request.candidates + request.context_tokens(model.manifest.config.history_length)
         self._check_in_time(cost, chunk_count(request.candidates, self.settings.batching), request.leaves_at)
         job = RemoteJob(model, request)
         try:

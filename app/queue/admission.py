@@ -109,7 +109,7 @@ class Admission:
         unfinished work, which finds the most room."""
         if not self.requests:
             return None
-        smallest = Work(candidates=1, context_tokens=1, deadline=math.inf, key=key, leaves_at=leaves_at)
+        smallest = _smallest(key, leaves_at)
         wait = self.wait(smallest, running)
         return self._no_room(smallest) or self._over_wait(wait) or self._over_patience(smallest, wait)
 
@@ -117,7 +117,7 @@ class Admission:
         """What awaits the next request of a key without unfinished work."""
         wait = Wait(0.0, 0, 0.0)
         if self.requests:
-            wait = self.wait(Work(candidates=1, context_tokens=1, deadline=math.inf), running)
+            wait = self.wait(_smallest(), running)
         return self.forward_time.outlook(self.clock() + wait.seconds, wait.shared_cost)
 
     def refusal(self, job: Work, running: Running) -> Refusal | None:
@@ -278,3 +278,8 @@ class Admission:
 def _rated(job: Work) -> int:
     """The candidates that a job counts for in its key's rate: a context by itself, which has none, for one."""
     return max(1, job.candidates)
+
+
+def _smallest(key: str | None = None, leaves_at: float = math.inf) -> Work:
+    """The smallest request: a user without a history, and one candidate."""
+    return Work(candidates=1, context_tokens=1, deadline=math.inf, key=key, leaves_at=leaves_at)

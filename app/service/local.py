@@ -212,7 +212,7 @@ class LocalService:
         deadline = now + limits.default_seconds if request.deadline is None else request.deadline
         job = RankJob(
             candidates=request.candidates,
-            context_tokens=1 + min(request.history, model.manifest.config.history_length),
+            context_tokens=request.context_tokens(model.manifest.config.history_length),
             chunks=chunk_count(request.candidates, self.settings.batching),
             deadline=min(deadline, now + limits.max_seconds),
             key=request.key,

@@ -296,22 +296,35 @@ def make(packages: Path, out: Path) -> None:
 def measured(log: Log, planned: Plan) -> dict[str, Any]:
     """Train on a log as planned and evaluate: figures by name."""
     from weights.lab.evaluate.baselines import BASELINES
-    from weights.lab.evaluate.evaluation import MODEL, evaluate
+    from weights.lab.evaluate.evaluation import MODEL, OwnValidation, evaluate, on_own_validation
+    from weights.lab.training.curve import TrainedRun
     from weights.lab.training.run import train
+    from weights.lab.training.second_run import kept_run
+    from weights.lab.training.settings import TrainSettings
     from weights.lab.training.trainer import Status
 
-    began, steps = time.process_time(), list[Status]()
     until = planned.until_ts
-    ranker = train(log, planned.config, planned.settings, until_ts=until, report=steps.append, dwell_output=None)
-    seconds = time.process_time() - began
     assert until is not None
+
+    def run_with(settings: TrainSettings) -> TrainedRun:
+        steps = list[Status]()
+        ranker = train(log, planned.config, settings, until_ts=until, report=steps.append, dwell_output=None)
+        return TrainedRun(ranker, settings, steps[-1])
+
+    def judge(trained: TrainedRun) -> OwnValidation:
+        return on_own_validation(trained.ranker, log, trained.settings, until, planned.score_weights)
+
+    began = time.process_time()
+    run, _ = kept_run(run_with(planned.settings), judge, run_with)
+    seconds = time.process_time() - began
     evaluation = evaluate(
-        ranker, log, until, planned.score_weights, dwell_output=None, ablation_requests=ABLATION_REQUESTS
+        run.ranker, log, until, planned.score_weights, dwell_output=None, ablation_requests=ABLATION_REQUESTS
     )
     action = next(iter(planned.score_weights))
     taken = log.actions[log.impression_ts < until, log.action_names.index(action)]
     row: dict[str, Any] = {
-        "rows": len(log), "seconds": round(seconds), "steps": steps[-1].step, "best_step": steps[-1].best_step, "action": action,
+        "rows": len(log), "seconds": round(seconds), "steps": run.status.step, "best_step": run.status.best_step,
+        "counts_share": run.settings.counts_share, "action": action,
         "positives": [int(taken.sum()), evaluation.positives[action]], "too_few": evaluation.too_few,
         "verdict": evaluation.verdict(), "remarks": evaluation.remarks(),
     }  # fmt: skip

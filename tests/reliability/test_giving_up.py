@@ -93,7 +93,11 @@ def test_callers_who_all_leave_in_one_moment_did_not_give_up() -> None:
 
 
 CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 12
-LEAST_SHARE = 0.7
+CROWDS, LEAST_SHARE = (16, 64, 256), 0.7
+"""Of `make soak`, on a machine that does nothing else."""
+FEW_CROWDS, LEAST_SHARE_BESIDE_OTHERS = (64,), 0.5
+"""Of `make test`, beside other tests. Without what admission knows of callers who leave, a crowd got 0.06 to 0.33."""
+SOAK_SECONDS = 30.0  # of --duration: from here on it is `make soak`
 
 
 class Call(asyncio.Protocol):
@@ -174,6 +178,15 @@ def demo(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield server
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "callers" in metafunc.fixturenames:
+        is_soak = metafunc.config.getoption("--duration") >= SOAK_SECONDS
+        metafunc.parametrize("callers", CROWDS if is_soak else FEW_CROWDS)
+        metafunc.parametrize(
+            "pauses", [True, False] if is_soak else [True], ids=["after a pause", "at once"][: 1 + is_soak]
+        )
+
+
 @pytest.fixture
 def turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Holds a lock that all processes of a test run share: crowds beside each other would take each other's processor."""
@@ -185,9 +198,8 @@ def turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("turn")
-@pytest.mark.parametrize("pauses", [True, False], ids=["after a pause", "at once"])
-@pytest.mark.parametrize("callers", [16, 64, 256])
-def test_a_crowd_that_gives_up_gets_as_much_as_eight(demo: Server, callers: int, pauses: bool) -> None:
+def test_a_crowd_that_gives_up_gets_as_much_as_eight(demo: Server, callers: int, pauses: bool, duration: float) -> None:
+    least_share = LEAST_SHARE if duration >= SOAK_SECONDS else LEAST_SHARE_BESIDE_OTHERS
     body = json.dumps(example(CANDIDATES)).encode()
     request = head(length=len(body)) + body
     rounds = []
@@ -197,6 +209,6 @@ def test_a_crowd_that_gives_up_gets_as_much_as_eight(demo: Server, callers: int,
         many = uvloop.run(ends_of(demo.port, request, callers, pauses=pauses))
         rounds.append((few, many))
         print(f"{callers} callers: {many['200'] / max(1, few['200']):.2f} of what 8 get")
-        if many["200"] >= LEAST_SHARE * few["200"] > 0:
+        if many["200"] >= least_share * few["200"] > 0:
             return
     raise AssertionError(rounds)

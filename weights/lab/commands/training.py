@@ -51,6 +51,8 @@ T = TypeVar("T")
 
 REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
 TABLES = ("user_rows", "post_rows", "author_rows")
+SECOND = "second-run"
+"""The directory of a second run, in `--state` and `--tensorboard`."""
 PLAIN = {"int": int, "float": float, "bool": bool}
 
 Set = Annotated[
@@ -196,13 +198,17 @@ def train(
     """Train a checkpoint from a log: look at the log, decide how to train, say why, and train with the model code that serves."""
     with refusals(*REFUSED), naming(log):
         from weights.lab.evaluate.calibration import calibrate
-        from weights.lab.evaluate.evaluation import on_own_validation
+        from weights.lab.evaluate.evaluation import OwnValidation, on_own_validation
+        from weights.lab.training.choices import COUNTED_IMPRESSIONS
         from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
         from weights.lab.training.examples import Examples
         from weights.lab.training.log import aligned
         from weights.lab.training.run import train as run
         from weights.lab.training.run import validation_requests
         from weights.lab.training.search import difference, trials
+        from weights.lab.training.second_run import kept_run
+        from weights.lab.training.settings import TrainSettings
+        from weights.lab.training.state import STATE_NAME
 
         if seeds > 1 and search > 1:
             raise CheckpointError("--seeds and --search both train several times: give one of them.")
@@ -250,16 +256,19 @@ def train(
             candidates = {
                 f"trial-{number}": trial for number, trial in enumerate(trials(plan.settings, search, fixed), start=1)
             }
-        for place, settings_of_run in candidates.items():
-            directories = [
-                parent / place if parent and len(candidates) > 1 else parent for parent in (state, tensorboard)
-            ]
+
+        def train_one(settings_of_run: TrainSettings, place: str, *, goes_on: bool) -> TrainedRun:
+            """`place`: the run's directory in `--state` and `--tensorboard`, empty where the run has them for itself."""
+            directories = [parent / place if parent and place else parent for parent in (state, tensorboard)]
             with progress_bar() as bar, closing(Followed(training_report(bar), *directories)) as followed:
                 ranker = run(
                     impressions, architecture, settings_of_run, until_ts=plan.until_ts, start=begun.ranker if begun else None,
-                    dwell_output=dwell, state=directories[0], resume=resume, report=followed,
+                    dwell_output=dwell, state=directories[0], resume=goes_on, report=followed,
                 )  # fmt: skip
-            runs.append(TrainedRun(ranker, settings_of_run, followed.status))
+            return TrainedRun(ranker, settings_of_run, followed.status)
+
+        for place, settings_of_run in candidates.items():
+            runs.append(train_one(settings_of_run, place if len(candidates) > 1 else "", goes_on=resume))
             changed_settings = difference(settings_of_run, plan.settings) if search > 1 else {}
             with_these = ", ".join(f"{name}={value:.3g}" for name, value in changed_settings.items())
             say(f"With {with_these}. {runs[-1].line()}" if with_these else runs[-1].line())
@@ -277,7 +286,27 @@ def train(
             labels["training"] |= {
                 "search": [difference(trained.settings, plan.settings) | trained.record() for trained in runs]
             }
-        judged = on_own_validation(best.ranker, impressions, best.settings, plan.until_ts, weights)
+
+        def judge(trained: TrainedRun) -> OwnValidation:
+            return on_own_validation(trained.ranker, impressions, trained.settings, plan.until_ts, weights)
+
+        def train_again(settings_of_run: TrainSettings) -> TrainedRun:
+            say(
+                f"Counts are ahead on its own validation: once more, with {settings_of_run.counts_share:.0%} of each label from counts."
+            )
+            has_begun = resume and state is not None and (state / SECOND / STATE_NAME).exists()
+            runs.append(train_one(settings_of_run, SECOND, goes_on=has_begun))
+            say(runs[-1].line())
+            return runs[-1]
+
+        is_decided = "counts_share" in chosen[2] or search > 1
+        if begun or is_decided or len(impressions) > COUNTED_IMPRESSIONS:
+            judged = judge(best)
+        else:
+            first, (best, judged) = best, kept_run(best, judge, train_again)
+            if runs[-1].settings.counts_share != first.settings.counts_share:
+                labels["training"] |= {"first_run": first.record(), "second_run": runs[-1].record()}
+                say(f"The {'first' if best is first else 'second'} run has the better validation loss and is kept.")
         for line in judged.lines():
             say(line)
         labels["training"] |= {

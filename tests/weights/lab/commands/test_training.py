@@ -35,7 +35,7 @@ from weights.lab.training.examples import Examples
 from weights.lab.training.settings import settings_table
 
 WORLD_SETTINGS = ["users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12"]
-RUN_SETTINGS = ["epochs=0.2", "batch_contexts=16", "evaluate_every=5", "validation_requests=10"]
+RUN_SETTINGS = ["epochs=0.2", "batch_contexts=16", "evaluate_every=5", "validation_requests=10", "counts_share=0.5"]
 LOG = "the log"
 TOLERANCE = 2e-5  # fp32, other order of sums
 
@@ -103,6 +103,29 @@ def test_a_run_leaves_its_curve_and_the_report_draws_it(log: Path, trained: tupl
 def test_train_says_how_it_compares_on_its_own_validation(trained: tuple[Path, str]) -> None:
     line = next(line for line in trained[1].splitlines() if line.startswith("On its own validation, "))
     assert all(f"{name} 0." in line for name in ("model", "popularity", "newest first", "counts"))
+
+
+def test_a_ranker_behind_counts_is_trained_once_more_mostly_from_them(log: Path, tmp_path: Path) -> None:
+    few = settings([value for value in RUN_SETTINGS if not value.startswith("counts_share")])
+    options = ("--log", log, "--config", log.with_name("config.json"), "--state", tmp_path / "state", *few)
+    made = call("train", "--out", tmp_path / "ranker", *options)
+    assert made.exit_code == 0, made.output
+    again = "Counts are ahead on its own validation: once more, with 90% of each label from counts."
+    assert again in made.stdout, "it has hardly been trained"
+    said = next(line for line in made.stdout.splitlines() if "has the better validation loss and is kept" in line)
+    training = json.loads(call("inspect", tmp_path / "ranker", "--json").stdout)["training"]
+    losses = {name: training[f"{name}_run"]["best_validation_loss"] for name in ("first", "second")}
+    kept = min(losses, key=lambda name: losses[name])
+    assert (said.split()[1], training["run"]) == (kept, training[f"{kept}_run"])
+    assert (training["settings"]["counts_share"] == 0.9) == (kept == "second")
+    resumed = call("train", "--out", tmp_path / "resumed", *options, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    digests = {call("inspect", tmp_path / name, "--json").stdout for name in ("ranker", "resumed")}
+    assert len(digests) == 1, "both runs were finished"
+    (tmp_path / "state/second-run/state.pt").unlink()  # as if it was killed before the first evaluation of the second
+    resumed = call("train", "--out", tmp_path / "after", *options, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert call("inspect", tmp_path / "after", "--json").stdout in digests
 
 
 def test_of_several_seeds_the_best_on_validation_is_kept(log: Path, tmp_path: Path) -> None:
