@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
         os.set_inheritable(held, True)
     os.close(held)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
+        # not sys.exit: Python drops what a handler raises while a callback of the garbage collector runs, and imports run many
+        signal.signal(number, lambda *_: os._exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name in ("model", "weights"):
         spec = importlib.util.find_spec(name)

@@ -110,6 +110,28 @@ def test_a_signal_before_the_server_runs_ends_the_process_with_0(number: signal.
         assert "Traceback" not in process.stderr.read()
 
 
+def test_a_signal_in_a_callback_of_an_import_is_not_lost() -> None:
+    """Python drops exceptions of such callbacks, so a handler that raises would have the process start and serve."""
+    program = """if True:
+        import runpy, signal, sys, weakref
+        class Module: pass
+        class Finder:
+            def find_spec(name, path, target=None):
+                if name == "app.server":
+                    module = Module()
+                    watched = weakref.ref(module, lambda _: signal.raise_signal(signal.SIGTERM))
+                    del module
+        sys.meta_path.insert(0, Finder)
+        sys.argv = ["app", "--port=0"]
+        runpy.run_module("app", run_name="__main__")"""
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if '"event":"listening"' in line:
+                process.kill()
+        assert process.wait(90) == 0
+
+
 CLOSING = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app")
 
 
