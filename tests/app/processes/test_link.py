@@ -386,7 +386,7 @@ def far(tmp_path: Path) -> Path:
     return folder
 
 
-async def test_a_worker_refuses_callers_who_leave_too_soon_by_what_it_was_told(tmp_path: Path) -> None:
+async def test_a_worker_refuses_callers_who_leave_too_soon(tmp_path: Path) -> None:
     """The engine process tells what awaits a request while it refuses some, and ends to tell it afterwards."""
     tight = Queue(max_candidates=8, max_wait_seconds=0)
     async with engine_process(tmp_path, queue=tight), worker(tmp_path) as ranker:

@@ -105,7 +105,7 @@ def test_train_says_how_it_compares_on_its_own_validation(trained: tuple[Path, s
     assert all(f"{name} 0." in line for name in ("model", "popularity", "newest first", "counts"))
 
 
-def test_a_ranker_behind_counts_is_trained_once_more_mostly_from_them(log: Path, tmp_path: Path) -> None:
+def test_a_ranker_behind_counts_is_trained_once_more(log: Path, tmp_path: Path) -> None:
     few = settings([value for value in RUN_SETTINGS if not value.startswith("counts_share")])
     options = ("--log", log, "--config", log.with_name("config.json"), "--state", tmp_path / "state", *few)
     made = call("train", "--out", tmp_path / "ranker", *options)
