@@ -315,7 +315,11 @@ def _check_lines(filesystem: pa.fs.FileSystem, path: str, options: pyarrow.json.
 
 
 def _stream(filesystem: pa.fs.FileSystem, path: str) -> pa.NativeFile:
-    """The text of a file, decompressed."""
+    """The text of a file, decompressed.
+
+    Do not close it under a reader of JSON or CSV, which reads ahead in a thread of its own: that thread would go on with the descriptor's
+    number, and take the next file's bytes. It closes itself when the reader and its thread have let go of it.
+    """
     return filesystem.open_input_stream(path, compression=COMPRESSIONS.get(Path(path).suffix))
 
 
@@ -340,7 +344,7 @@ def _json_lines(
 ) -> Piece:
     if first is None:  # pyarrow guesses types from the first block, and integers above 2^63 as floats
         try:
-            with _stream(filesystem, path) as opened, pyarrow.json.open_json(opened, _json_reading()) as reader:
+            with pyarrow.json.open_json(_stream(filesystem, path), _json_reading()) as reader:
                 first = pa.schema([_declared(one, columns) for one in reader.schema])
         except pa.ArrowException:
             declared = pa.schema(list(columns.items()))
@@ -349,7 +353,7 @@ def _json_lines(
     strict = pyarrow.json.ParseOptions(explicit_schema=first, unexpected_field_behavior="error")
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
-        with _stream(filesystem, path) as opened, pyarrow.json.open_json(opened, _json_reading(), strict) as reader:
+        with pyarrow.json.open_json(_stream(filesystem, path), _json_reading(), strict) as reader:
             yield from reader
 
     try:
@@ -377,7 +381,7 @@ def _json_reading() -> pyarrow.json.ReadOptions:
 def _csv(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None) -> Piece:
     reading = pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
     open_csv = partial(pyarrow.csv.open_csv, read_options=reading)
-    with _csv_rows_named(path, []), _stream(filesystem, path) as opened, open_csv(opened) as reader:
+    with _csv_rows_named(path, []), open_csv(_stream(filesystem, path)) as reader:
         schema = pa.schema([one.with_type(_csv_type(one, columns)) for one in reader.schema])
     types = {one.name: one.type for one in first or schema}
     strict = pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=True, quoted_strings_can_be_null=False)
@@ -385,8 +389,7 @@ def _csv(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataT
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
         with (
             _csv_rows_named(path, schema.names),
-            _stream(filesystem, path) as opened,
-            open_csv(opened, convert_options=strict) as reader,
+            open_csv(_stream(filesystem, path), convert_options=strict) as reader,
         ):
             yield from reader
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,40 @@ def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 147583746\n")
     with pytest.raises(LogError, match=r"b\.parquet is a Git LFS pointer"):
         open_table(tmp_path, COLUMNS)
+
+
+class ReadSlowly(io.BytesIO):
+    """A file that notes whether it is closed while somebody reads it."""
+
+    closed_while_read = False
+    is_read = False
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.is_read = True
+        time.sleep(0.02)
+        content = super().read(size)
+        self.is_read = False
+        return content
+
+    def close(self) -> None:
+        ReadSlowly.closed_while_read |= self.is_read
+        super().close()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_no_file_is_closed_while_pyarrow_still_reads_it(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread would go on reading from a descriptor that may be another file's: rows were lost or could not be read."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    rows = 150_000
+    lines = {
+        "jsonl": "".join(f'{{"post_id": {row}, "author_id": 7}}\n' for row in range(rows)),
+        "csv": "post_id,author_id\n" + "".join(f"{row:018},{7:018}\n" for row in range(rows)),
+    }
+    memory.pipe(f"/slow/rows.{suffix}", lines[suffix].encode())
+    monkeypatch.setattr(memory, "_open", lambda path, *_, **__: ReadSlowly(memory.store[path].getvalue()))
+    ReadSlowly.closed_while_read = False
+    table = open_table(f"memory://slow/rows.{suffix}", {"post_id": pa.uint64(), "author_id": pa.uint64()})
+    assert next(iter(table.batches())).num_rows < rows, "it is read in pieces"
+    assert len(table.to_table()) == rows
+    assert not ReadSlowly.closed_while_read
