@@ -118,13 +118,14 @@ class FeedReader:
         if entries:
             self._has_all_before(epoch + entries[0].unix_seconds, began)
         for part, changes in await asyncio.to_thread(self._parts, entries, ids, mark.sequence):
-            state = await corpus.follow(changes, position, part[-1].position)
-            if state.mark.position != part[-1].position:
+            await corpus.follow(changes, position, part[-1].position)
+            if corpus.mark.position != part[-1].position:
                 return  # another corpus serves now
             self._metrics.feed_entries.labels("made").inc(len(changes))
             self._reached = position = part[-1].position
             self._has_all_before(epoch + part[-1].unix_seconds, began)
-        if len(entries) < most:
+        still_serves = corpus.mark.position == position  # another one may have come while the parts were made
+        if still_serves and len(entries) < most:
             self._as_of = began
             await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # a larger round costs little more
 

@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -494,3 +494,35 @@ async def test_a_backlog_is_as_old_as_its_oldest_pending_entry() -> None:
     backlog = Entries(entry(1, seconds=time.time() - 1e9))
     reader = await follow(backlog, Corpus(NotStored("planted")), until_=lambda reader: bool(reader.reason))
     assert reader.lag_seconds == pytest.approx(1e9, abs=10)
+
+
+class NoEntries(list[Entry]):
+    """What a stream without new entries returns; `meanwhile` is called while somebody looks at it."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self.meanwhile = meanwhile
+
+    def __iter__(self) -> Iterator[Entry]:
+        self.meanwhile()
+        return super().__iter__()
+
+
+async def test_an_older_corpus_that_comes_during_a_read_is_not_up_to_date() -> None:
+    corpus, stream = Corpus(), Entries(FeedError("entries are missing"))
+    corpus.mark = Mark(position="2-0")
+    reader = FeedReader(stream, Metrics(), 300.0)
+
+    def swap() -> None:
+        corpus.mark = Mark()
+        reader.serves(corpus.mark)
+
+    def first(position: str, most: int, wait_seconds: float) -> list[Entry]:
+        del stream.after  # type: ignore[attr-defined]  # the next read is that of `Entries`
+        return NoEntries(swap)
+
+    stream.after = first  # type: ignore[method-assign]
+    running = asyncio.ensure_future(reader.run(corpus))
+    await until(lambda: bool(reader.reason))
+    assert reader.problem == "The posts have not been read from their feed yet. entries are missing"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
