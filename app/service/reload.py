@@ -191,8 +191,9 @@ class Reloader:
     # by itself
 
     async def _watch(self, seconds: float) -> None:
-        seen = await asyncio.to_thread(_identity, self.checkpoint)
-        seen_posts = await asyncio.to_thread(self._retrieval_manifests)
+        # The first look compares what is there with what serves: it may have been switched after the first load had read it.
+        seen: Identity = None
+        seen_posts: list[Identity] = []
         while True:
             await asyncio.sleep(seconds)
             if self._versions.current is None:

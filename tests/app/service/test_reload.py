@@ -334,7 +334,9 @@ class Place:
 
     def point(self, name: str) -> None:
         (self._folder / name).mkdir(exist_ok=True)
-        (self._folder / name / "manifest.json").write_text(name)
+        (self._folder / name / "manifest.json").write_bytes(
+            fake_model(FakeEngine(), name).checkpoint.manifest.to_json()
+        )
         fresh = self._folder / "fresh"
         fresh.symlink_to(self._folder / name)
         fresh.rename(self.path)
@@ -376,6 +378,15 @@ async def test_the_watch_loads_a_manifest_once_and_retries_no_refusal(tmp_path: 
         place.point("v4")
         await asyncio.sleep(0.1)
         assert place.loads == ["v1", "refused", "v3"]
+
+
+async def test_the_watch_loads_what_was_switched_before_it_began(tmp_path: Path) -> None:
+    """The first load may have read what was there before."""
+    place = Place(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+        place.point("v2")
+        ranker.reloads.watch(0.01)
+        await until(lambda: ranker.model().manifest.version == "v2")
 
 
 async def test_the_watch_does_not_load_again_what_serves(tmp_path: Path) -> None:
