@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,8 @@ from weights.format.tensorfile import Progress, StoredTensor, advancing, write_t
 from weights.text_ids import IdKind
 
 TableDtype = Literal["float32", "bfloat16"]
+
+MOST_ATTEMPTS = 20  # to make a directory that no other process takes for an abandoned one
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,7 @@ def written_beside(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new directory to fill. On success it becomes `path` in one step; on an error it is removed, and what killed processes
     left of theirs is removed now. Without `replace`, raises FileExistsError where another process has written `path` meanwhile."""
     _remove_unfinished(path)
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.fresh")
-    with alone_in(fresh):  # locked before it has the name by which it is removed
-        partial = fresh.rename(fresh.with_suffix(".partial"))
+    with _locked_beside(path) as partial:
         try:
             yield partial
             sync(partial)
@@ -119,15 +119,38 @@ def written_beside(path: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def _locked_beside(path: Path) -> Iterator[Path]:
+    """Yield a new directory that this process holds a lock on. It has no lock yet when it is made, so another process may take it for what
+    a killed one left, and remove it: then there is another one."""
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.fresh")
+        with ExitStack() as lock:
+            try:
+                lock.enter_context(alone_in(fresh))
+                partial = fresh.rename(fresh.with_suffix(".partial"))
+            except (BlockingIOError, FileNotFoundError):
+                if attempt == MOST_ATTEMPTS:
+                    raise
+                continue
+            yield partial
+            return
+
+
 def _remove_unfinished(path: Path) -> None:
     """Remove what nobody fills any more, and end what a kill interrupted: a process holds a lock on its own as long as it lives."""
     ours = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"
-    for unfinished in (*path.parent.glob(f"{ours}.partial"), *path.parent.glob(f"{ours}.old")):
+    for unfinished in (file for kind in ("fresh", "partial", "old") for file in path.parent.glob(f"{ours}.{kind}")):
         with suppress(OSError):
             held = os.open(unfinished, os.O_RDONLY)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(unfinished) if unfinished.suffix == ".partial" else _retire(unfinished, path)
+                if unfinished.suffix == ".fresh":
+                    unfinished.rmdir()
+                elif unfinished.suffix == ".partial":
+                    shutil.rmtree(unfinished)
+                else:
+                    _retire(unfinished, path)
             finally:
                 os.close(held)
 

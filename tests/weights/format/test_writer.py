@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -170,6 +172,29 @@ def test_leavings_of_a_dead_process_go_and_of_a_living_one_stay(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == sorted([half, "c", "c2"])
     write(tmp_path / "c")
     assert sorted(os.listdir(tmp_path)) == ["c", "c2"]
+
+
+def test_a_directory_of_a_process_killed_before_it_had_a_lock_goes(tmp_path: Path) -> None:
+    (tmp_path / ".c.0123abcd.fresh").mkdir()
+    write(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_nobody_removes_a_directory_that_was_made_just_now(tmp_path: Path) -> None:
+    """Each begins by removing what has no lock, while the others make theirs."""
+
+    def write_often(_: int) -> int:
+        written = 0
+        for _ in range(300):
+            with contextlib.suppress(ZeroDivisionError), writer.written_beside(tmp_path / "c") as partial:
+                (partial / "half").write_text("much")
+                written += 1
+                raise ZeroDivisionError
+        return written
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(write_often, range(4))] == [300] * 4
+    assert os.listdir(tmp_path) == []
 
 
 def test_bad_names_are_refused_before_anything_is_written(tmp_path: Path) -> None:
