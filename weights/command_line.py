@@ -2,12 +2,13 @@
 
 from weights.commands import checkpoints, corpus
 from weights.commands.console import app
-from weights.lab.commands import joining, loop, scoring, towers, training
+from weights.lab.commands import evaluation, joining, loop, scoring, towers, training
 
 __all__ = [
     "app",
     "checkpoints",
     "corpus",
+    "evaluation",
     "joining",
     "loop",
     "scoring",

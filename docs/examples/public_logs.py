@@ -396,26 +396,13 @@ def make(packages: Path, out: Path) -> None:
 def measured(log: Log, planned: Plan) -> dict[str, Any]:
     """Train on a log as planned and evaluate: figures by name."""
     from weights.lab.evaluate.baselines import BASELINES
-    from weights.lab.evaluate.evaluation import MODEL, OwnValidation, evaluate, on_own_validation
-    from weights.lab.second_run import kept_run
-    from weights.lab.training.curve import TrainedRun
-    from weights.lab.training.run import train
-    from weights.lab.training.settings import TrainSettings
-    from weights.lab.training.trainer import Status
+    from weights.lab.evaluate.evaluation import MODEL, evaluate
+    from weights.lab.runs import Task, keep_best
 
     until = planned.until_ts
     assert until is not None
-
-    def run_with(settings: TrainSettings) -> TrainedRun:
-        steps = list[Status]()
-        ranker = train(log, planned.config, settings, until_ts=until, report=steps.append, dwell_output=None)
-        return TrainedRun(ranker, settings, steps[-1])
-
-    def judge(trained: TrainedRun) -> OwnValidation:
-        return on_own_validation(trained.ranker, log, trained.settings, until, planned.score_weights)
-
     began = time.process_time()
-    run, _ = kept_run(run_with(planned.settings), judge, run_with)
+    run = keep_best(Task(log, planned.config, until, planned.score_weights), planned).run
     seconds = time.process_time() - began
     evaluation = evaluate(
         run.ranker, log, until, planned.score_weights, dwell_output=None, ablation_requests=ABLATION_REQUESTS

@@ -10,7 +10,7 @@ import typer
 
 from weights.commands.console import Ids, app, out_option, progress_bar, refusals, say
 from weights.errors import CheckpointError
-from weights.lab.commands.training import time_of
+from weights.lab.commands.options import time_of
 
 UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 

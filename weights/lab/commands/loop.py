@@ -10,7 +10,7 @@ import typer
 from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
 from weights.lab.commands.joining import seconds_of
-from weights.lab.commands.training import REFUSED, Set, assigned_values, time_of, with_settings
+from weights.lab.commands.options import REFUSED, Set, assigned_values, time_of, with_settings
 
 EXIT_REFUSED = 3
 

@@ -10,7 +10,7 @@ import typer
 
 from weights.checkpoint import load_checkpoint
 from weights.commands.console import app, out_option, progress_bar, refusals, say
-from weights.lab.commands.training import LogFile, naming, time_of
+from weights.lab.commands.options import LogFile, naming, time_of
 
 
 @app.command()

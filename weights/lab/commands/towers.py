@@ -26,7 +26,7 @@ from weights.commands.console import (
 )
 from weights.errors import CheckpointError
 from weights.format.writer import check_target, refused_writing
-from weights.lab.commands.training import REFUSED, Cache, LogFile, Until, WorldSet, naming, time_of, with_settings
+from weights.lab.commands.options import REFUSED, Cache, LogFile, Until, WorldSet, naming, time_of, with_settings
 
 TowerSet = Annotated[
     list[str] | None,

@@ -29,7 +29,7 @@ from tests.weights.lab.training.small_run import exact_body, small_config
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.format.manifest import ContinuousOutput
-from weights.lab.commands.training import assigned_values
+from weights.lab.commands.options import assigned_values
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
 from weights.lab.training.settings import settings_table
