@@ -526,3 +526,23 @@ async def test_an_older_corpus_that_comes_during_a_read_is_not_up_to_date() -> N
     assert reader.problem == "The posts have not been read from their feed yet. entries are missing"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_an_older_corpus_that_comes_during_a_change_is_not_up_to_date() -> None:
+    corpus, stream = Corpus(), Entries(entry(3, seconds=time.time()), FeedError("entries are missing"))
+    corpus.mark = Mark(position="2-0")
+    reader = FeedReader(stream, Metrics(), 300.0)
+
+    async def follow_another(changes: Any, after: str, position: str) -> Any:
+        """As the real one does if another corpus serves by then: it makes no change."""
+        del corpus.follow  # type: ignore[attr-defined]  # the next one is that of `Corpus`
+        corpus.mark = Mark()
+        reader.serves(corpus.mark)
+        stream.entries = stream.entries[1:]
+
+    corpus.follow = follow_another  # type: ignore[method-assign]
+    running = asyncio.ensure_future(reader.run(corpus))
+    await until(lambda: bool(reader.reason))
+    assert reader.problem == "The posts have not been read from their feed yet. entries are missing"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
