@@ -92,7 +92,7 @@ def test_callers_who_all_leave_in_one_moment_did_not_give_up() -> None:
         assert set(ends) == {"200"}, ends
 
 
-CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 12
+CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 2.0, 12
 CROWDS, LEAST_SHARE = (16, 64, 256), 0.7
 """Of `make soak`, on a machine that does nothing else."""
 FEW_CROWDS, LEAST_SHARE_BESIDE_OTHERS = (64,), 0.5

@@ -22,7 +22,8 @@ from loadtest.server import Server, example, free_port, running, serving, wait_u
 from tests.support.clients import Replies, callers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
-KILLS = 10
+KILLS, RESTARTS = 4, 2
+"""In `make test`; `make soak` goes on for its seconds."""
 CALLERS_OF_A_KIND = 2
 RESTART_SECONDS = 60.0
 BODIES = [json.dumps(example(16) | {"user_id": user}).encode() for user in range(40)]
@@ -141,7 +142,7 @@ def haproxy() -> None:
         pytest.skip("haproxy is not installed; make test installs it on Debian")
 
 
-def test_ten_kills_behind_haproxy_lose_no_request(tmp_path: Path, duration: float) -> None:
+def test_kills_behind_haproxy_lose_no_request(tmp_path: Path, duration: float) -> None:
     replies, kills, retries = restart_in_turn(tmp_path, KILLS, duration, lambda server: server.signal(signal.SIGKILL))
     print(f"{kills} kills, {sum(len(each.all) for each in replies)} requests, sent again {retries} times at most")
     assert lost(replies) == []
@@ -149,6 +150,8 @@ def test_ten_kills_behind_haproxy_lose_no_request(tmp_path: Path, duration: floa
 
 
 def test_rolling_restarts_behind_haproxy_lose_no_request(tmp_path: Path, duration: float) -> None:
-    replies, restarts, retries = restart_in_turn(tmp_path, 4, duration, lambda server: server.signal(signal.SIGTERM))
+    replies, restarts, retries = restart_in_turn(
+        tmp_path, RESTARTS, duration, lambda server: server.signal(signal.SIGTERM)
+    )
     print(f"{restarts} restarts, {sum(len(each.all) for each in replies)} requests, sent again {retries} times at most")
     assert lost(replies) == []

@@ -74,7 +74,7 @@ def test_averaged_weights_follow_the_learned_ones_slowly(examples: Examples) -> 
 def test_a_short_run_with_a_slow_average_keeps_what_it_learned(examples: Examples) -> None:
     def best_loss(averaging: float) -> float:
         with reproducible(1):
-            settings = replace(TRAINING, epochs=12, averaging=averaging)
+            settings = replace(TRAINING, epochs=4, averaging=averaging)
             run = Trainer(examples, *split(len(examples), 20), settings, dwell_output=0)
             run.run(lambda status: None, lambda current: None)
         return run.best_loss
