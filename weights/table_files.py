@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,8 +91,12 @@ class Table:
         fields = [self.schema.field(name) for name in columns or self.schema.names]
         schema = pa.schema(fields, self.schema.metadata)
         for piece in self.pieces:
+            there = [name for name in schema.names if name in piece.schema.names]
+            absent = [one for one in schema if one.name not in there]
             with _readable(piece.path, piece.format):
-                for batch in piece.open_batches(columns):
+                for batch in piece.open_batches(there):
+                    for one in absent:
+                        batch = batch.append_column(one.name, pa.nulls(len(batch), one.type))
                     ordered = batch.select(schema.names)
                     if ordered.schema.types == schema.types:
                         yield pa.RecordBatch.from_arrays(ordered.columns, schema=schema)
@@ -104,12 +108,20 @@ class Table:
         return pa.Table.from_batches([*self.batches()], self.schema)
 
 
-def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every_row: bool = False) -> Table:
+def open_table(
+    path: Path | str,
+    columns: Mapping[str, pa.DataType],
+    *,
+    in_every_row: bool = False,
+    may_lack: Collection[str] | None = None,
+) -> Table:
     """Open a file, or a directory of files and directories, for reading in pieces. `columns`: types of these columns in JSON lines and CSV.
-    `in_every_row`: the first line of JSON must have every field that a later one has.
+    `in_every_row`: the first line of JSON must have every field that a later one has. `may_lack`: if given, columns that are not in
+    `columns` are passed over, and these may be absent from some files or lines.
 
-    Raises LogError, also for columns that the first file, or the first part of JSON lines, lacks: they would be lost. Names that begin with
-    a dot are passed over, and so are those that begin with an underscore, unless they end as a table does.
+    Raises LogError, also for columns that the first file, or the first part of JSON lines, lacks: they would be lost. And for columns of
+    which files have types that have none in common without loss. Names that begin with a dot are passed over, and so are those that begin
+    with an underscore, unless they end as a table does.
     """
     filesystem, place = filesystem_of(path)
     infos = _files(filesystem, place, str(path))
@@ -122,26 +134,73 @@ def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every
     for info in infos:
         with _readable(info.path, formats[info.path]):
             open_piece = {"Parquet": _parquet, "CSV": _csv, "JSON lines": _json_lines}[formats[info.path]]
-            pieces.append(open_piece(filesystem, info.path, columns, pieces[0].schema if pieces else None))
+            first_schema = pieces[0].schema if pieces else None
+            pieces.append(open_piece(filesystem, info.path, columns, first_schema, may_lack))
             if in_every_row and formats[info.path] == "JSON lines":
                 _check_first_line(filesystem, info.path, pieces[0].schema)
-        if late := set(pieces[-1].schema.names) - set(pieces[0].schema.names):
+        if late := set(pieces[-1].schema.names) - {*pieces[0].schema.names, *(may_lack or ())}:
             raise LogError(f"{info.path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
-        if lost := set(pieces[0].schema.names) - set(pieces[-1].schema.names):
+        if lost := set(pieces[0].schema.names) - {*pieces[-1].schema.names, *(may_lack or ())}:
             raise LogError(f"{info.path} lacks the columns {', '.join(sorted(lost))}, which {pieces[0].path} has")
     for piece in pieces:
         if problem := _names_problem(piece.schema.names):
             raise LogError(f"{piece.path}{problem}")
-    return Table(_plain(pieces[0].schema), pieces, filesystem)
+    return Table(_common_schema(pieces, columns), pieces, filesystem)
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema with one type of texts, and with columns that may have nulls: whoever wrote a file chose among several."""
-    fields = [
-        pa.field(column.name, pa.string() if is_text(column.type) else column.type, metadata=column.metadata)
-        for column in schema
-    ]
-    return pa.schema(fields, schema.metadata)
+def _common_schema(pieces: list[Piece], columns: Mapping[str, pa.DataType]) -> pa.Schema:
+    """The columns of the files with types that hold the values of all, and with columns that may have nulls. Raises LogError."""
+    fields = []
+    for name in dict.fromkeys(name for piece in pieces for name in piece.schema.names):
+        common, named_by = pa.null(), ""
+        for piece in pieces:
+            if name not in piece.schema.names:
+                continue
+            kind = _plain(piece.schema.field(name).type)
+            joined = _common_type(common, kind, columns.get(name))
+            if joined is None:
+                raise LogError(
+                    f"{piece.path}: column {name} holds {kind}, and that of {named_by} {common}: write one type in all files"
+                )
+            if joined != common or not named_by:
+                common, named_by = joined, piece.path
+        fields.append(pa.field(name, common))
+    return pa.schema(fields, pieces[0].schema.metadata)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type, or the one that stands for it: whoever wrote a file chose among several of texts and of lists."""
+    kinds = pa.types
+    if is_text(kind):
+        return pa.string()
+    if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    return kind
+
+
+def _common_type(one: pa.DataType, other: pa.DataType, declared: pa.DataType | None) -> pa.DataType | None:
+    """The type that holds the values of both; None if there is none. Nulls alone fit any type.
+
+    `declared`: that of the column, if it has one; else it may say yes and no, also as 1 and 0.
+    """
+    kinds = pa.types
+    if one == other or kinds.is_null(other):
+        return one
+    if kinds.is_null(one):
+        return other
+    if kinds.is_list(one) and kinds.is_list(other):
+        inner = _common_type(one.value_type, other.value_type, declared)
+        return None if inner is None else pa.list_(inner)
+    both = (one, other)
+    numbers = [kind for kind in both if kinds.is_integer(kind) or kinds.is_floating(kind)]
+    if declared is None and len(numbers) == 1 and any(map(kinds.is_boolean, both)):
+        return numbers[0]
+    if len(numbers) < 2:
+        return None
+    if all(map(kinds.is_integer, both)):
+        return pa.uint64() if any(map(kinds.is_unsigned_integer, both)) else pa.int64()
+    is_id = declared == pa.uint64() and any(map(kinds.is_integer, both))  # a float cannot hold every id
+    return None if is_id else pa.float64()
 
 
 def _names_problem(names: list[str]) -> str:
@@ -324,7 +383,11 @@ def _stream(filesystem: pa.fs.FileSystem, path: str) -> pa.NativeFile:
 
 
 def _parquet(
-    filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None
+    filesystem: pa.fs.FileSystem,
+    path: str,
+    columns: Mapping[str, pa.DataType],
+    first: pa.Schema | None,
+    may_lack: Collection[str] | None,
 ) -> Piece:
     with pq.ParquetFile(filesystem.open_input_file(path)) as opened:
         schema, rows = opened.schema_arrow, opened.metadata.num_rows
@@ -334,23 +397,32 @@ def _parquet(
             yield from opened.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
 
     ours = {key: value for key, value in (schema.metadata or {}).items() if key.startswith(OURS)}
-    return Piece(
-        path, "Parquet", pa.schema([pa.field(one.name, one.type) for one in schema], ours or None), batches, rows
-    )
+    fields = [pa.field(one.name, one.type) for one in schema if may_lack is None or one.name in columns]
+    return Piece(path, "Parquet", pa.schema(fields, ours or None), batches, rows)
 
 
 def _json_lines(
-    filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None
+    filesystem: pa.fs.FileSystem,
+    path: str,
+    columns: Mapping[str, pa.DataType],
+    first: pa.Schema | None,
+    may_lack: Collection[str] | None,
 ) -> Piece:
     if first is None:  # pyarrow guesses types from the first block, and integers above 2^63 as floats
         try:
-            with pyarrow.json.open_json(_stream(filesystem, path), _json_reading()) as reader:
-                first = pa.schema([_declared(one, columns) for one in reader.schema])
-        except pa.ArrowException:
+            if may_lack is None:
+                with pyarrow.json.open_json(_stream(filesystem, path), _json_reading()) as reader:
+                    schema = reader.schema
+            else:
+                schema = _schema_of_lines(filesystem, path, columns)
+            lacking = [pa.field(name, columns[name]) for name in may_lack or () if name not in schema.names]
+            first = pa.schema([*(_declared(one, columns) for one in schema), *lacking])
+        except (pa.ArrowException, msgspec.DecodeError):
             declared = pa.schema(list(columns.items()))
             _check_lines(filesystem, path, pyarrow.json.ParseOptions(declared, unexpected_field_behavior="infer"))
             raise
-    strict = pyarrow.json.ParseOptions(explicit_schema=first, unexpected_field_behavior="error")
+    others = "error" if may_lack is None else "ignore"
+    strict = pyarrow.json.ParseOptions(explicit_schema=first, unexpected_field_behavior=others)
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
         with pyarrow.json.open_json(_stream(filesystem, path), _json_reading(), strict) as reader:
@@ -364,10 +436,21 @@ def _json_lines(
     return Piece(path, "JSON lines", first, batches, rows)
 
 
+def _schema_of_lines(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType]) -> pa.Schema:
+    """The types of these columns in the first lines, whatever is in other columns there. Raises msgspec.DecodeError, pa.ArrowException."""
+    with _stream(filesystem, path) as opened:
+        lines = io.TextIOWrapper(opened, encoding="utf-8-sig").readlines(BLOCK_BYTES)
+    rows = [msgspec.json.decode(line, type=dict[str, msgspec.Raw]) for line in lines if line.strip()]
+    kept = [msgspec.json.encode({name: row[name] for name in columns if name in row}) for row in rows]
+    return pyarrow.json.read_json(io.BytesIO(b"\n".join(kept))).schema if kept else pa.schema([])
+
+
 def _check_first_line(filesystem: pa.fs.FileSystem, path: str, schema: pa.Schema) -> None:
     """Raises LogError if the first line lacks a field: an absent field reads as null, and a misspelt one would be two columns."""
     with _stream(filesystem, path) as opened:
-        fields = msgspec.json.decode(io.TextIOWrapper(opened, encoding="utf-8").readline(), type=dict[str, msgspec.Raw])
+        lines = io.TextIOWrapper(opened, encoding="utf-8-sig")  # some editors begin a file with a mark
+        line = next((line for line in lines if line.strip()), "{}")
+    fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     if lost := set(schema.names) - set(fields):
         raise LogError(
             f"{path}, line 1: lacks the fields {', '.join(sorted(lost))}, which other lines have: write every column in every row"
@@ -378,13 +461,22 @@ def _json_reading() -> pyarrow.json.ReadOptions:
     return pyarrow.json.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
 
 
-def _csv(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None) -> Piece:
+def _csv(
+    filesystem: pa.fs.FileSystem,
+    path: str,
+    columns: Mapping[str, pa.DataType],
+    first: pa.Schema | None,
+    may_lack: Collection[str] | None,
+) -> Piece:
     reading = pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
     open_csv = partial(pyarrow.csv.open_csv, read_options=reading)
     with _csv_rows_named(path, []), open_csv(_stream(filesystem, path)) as reader:
-        schema = pa.schema([one.with_type(_csv_type(one, columns)) for one in reader.schema])
-    types = {one.name: one.type for one in first or schema}
-    strict = pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=True, quoted_strings_can_be_null=False)
+        fields = [one for one in reader.schema if may_lack is None or one.name in columns]
+        schema = pa.schema([one.with_type(_csv_type(one, columns)) for one in fields])
+    types = {one.name: one.type for one in schema} | {one.name: one.type for one in first or ()}
+    strict = pyarrow.csv.ConvertOptions(
+        column_types=types, include_columns=schema.names
+    )  # NA and null are texts like others
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
         with (
@@ -432,9 +524,12 @@ def _csv_type(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.DataType:
 def _declared(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
     """A field of JSON lines with its declared type, unless its values are of another kind, which is refused where they are read.
 
-    A field that is not declared, such as an action's, and has nothing but nulls so far says yes or no.
+    A field that is not declared, such as an action's, and has nothing but nulls so far says yes or no. Lists that are all empty so far are
+    of integers, as content codes are.
     """
     kinds, wish = pa.types, columns.get(one.name, pa.bool_() if pa.types.is_null(one.type) else one.type)
+    if kinds.is_list(wish) and kinds.is_null(wish.value_type):
+        return one.with_type(pa.list_(pa.int64()))
     if kinds.is_string(wish):
         fits = kinds.is_temporal(one.type)  # "2026-11-25" is a text
     else:

@@ -79,7 +79,7 @@ Where = str | Callable[[int], str]
 
 
 def column_of(
-    table: pa.Table, name: str, kind: pa.DataType, where: Where, unknown: int | str | None = None
+    table: pa.Table, name: str, kind: pa.DataType, where: Where, unknown: float | str | None = None
 ) -> NDArray[Any]:
     """A column as a numpy array. Nulls become `unknown`, or are refused if that is None. Raises LogError, which names the table or row
     `where`, and repeats no value."""
@@ -90,9 +90,12 @@ def column_of(
         raise LogError(f"{_at(where, _first_misfit(column, kind))}: column {name} holds texts, not integers{hint}")
     if is_integer and pa.types.is_boolean(column.type):
         raise LogError(f"{_at(where)}: column {name} holds true and false, not integers")
-    is_rounded = kind == pa.uint64() and pa.types.is_floating(column.type)
+    is_id = kind == pa.uint64()
+    is_rounded = is_integer and pa.types.is_floating(column.type) and (is_id or column.type != pa.float64())
     if is_rounded or (is_integer and pa.types.is_temporal(column.type)):
-        rule = "a float cannot hold every id" if is_rounded else "write Unix seconds"
+        rule = (
+            "write Unix seconds" if not is_rounded else f"a float cannot hold every {'id' if is_id else 'one of them'}"
+        )
         raise LogError(f"{_at(where)}: column {name} holds {column.type}, not integers: {rule}")
     is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
     if kind == pa.bool_() and is_number and (problem := problem_of_flags(column.to_numpy())):  # else any but 0 is true

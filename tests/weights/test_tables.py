@@ -6,6 +6,7 @@ import io
 import json
 import re
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from weights.lab.training.log import COLUMNS, read_log
+from weights.lab.training.log import COLUMNS, Log, read_log
 from weights.table_files import open_table, tables_of
 from weights.tables import LogError, column_of, ids_of
 
@@ -150,6 +151,85 @@ def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 147583746\n")
     with pytest.raises(LogError, match=r"b\.parquet is a Git LFS pointer"):
         open_table(tmp_path, COLUMNS)
+
+
+def days(folder: Path, name: str, first: pa.Array, second: pa.Array) -> Path:
+    """A log of two files whose column `name` holds these values."""
+    folder.mkdir()
+    for number, values in enumerate((first, second)):
+        table = pa.Table.from_pylist([row() for _ in values])
+        place = table.schema.get_field_index(name)
+        table = table.append_column(name, values) if place < 0 else table.set_column(place, name, values)
+        pq.write_table(table, folder / f"day-{number}.parquet")
+    return folder
+
+
+NULLS = pa.nulls(2)
+YES_NO = pa.array([True, False])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_days_whose_types_differ_are_read_without_loss(turned: bool, tmp_path: Path) -> None:
+    def columns(case: str, name: str, one: pa.Array, other: pa.Array) -> Log:
+        pair = (other, one) if turned else (one, other)
+        return read_log(days(tmp_path / case, name, *pair))
+
+    log = columns("unknown", "action.like", NULLS, YES_NO)
+    assert log.unknown is not None
+    assert (log.unknown.sum(), log.actions.sum()) == (2, 1)
+    assert columns("numbers", "action.like", YES_NO, pa.array([1, 0])).actions.sum() == 2
+    widths = columns("widths", "user_id", pa.array([1, 1], pa.int32()), pa.array([1, 1], pa.uint64()))
+    assert widths.user_id.tolist() == [1] * 4
+    codes = columns("codes", "codes", pa.array([[], []]), pa.array([[1, 2], [3, 4]], pa.large_list(pa.int32())))
+    assert sorted(codes.codes.tolist()) == [[0, 0], [0, 0], [1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_days_whose_types_lose_something_are_refused(turned: bool, tmp_path: Path) -> None:
+    def refusal(case: str, name: str, one: pa.Array, other: pa.Array) -> str:
+        with pytest.raises(LogError) as told:
+            read_log(days(tmp_path / case, name, *((other, one) if turned else (one, other))))
+        return str(told.value)
+
+    said = refusal("floats", "user_id", pa.array([1, 2], pa.uint64()), pa.array([2.0**60, 2.0**60 + 256]))
+    assert re.search(r"day-1\.parquet: column user_id holds (double|uint64), and that of .*day-0\.parquet", said)
+    said = refusal("counts", "action.like", YES_NO, pa.array([3, -1]))
+    assert f"day-{int(not turned)}.parquet, row 1: column action.like must be true or false, or 1 or 0" in said
+
+
+def test_times_as_short_floats_are_refused() -> None:
+    with pytest.raises(LogError, match="holds float, not integers: a float cannot hold every one of them"):
+        column_of(pa.table({"at": pa.array([1.7e9], pa.float32())}), "at", pa.int64(), "The table")
+
+
+@pytest.mark.parametrize("head", ["\ufeff", "\n", "\ufeff\n\n"])
+def test_json_lines_may_begin_with_a_mark_or_a_blank_line(head: str, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(head + json.dumps(row()) + "\n", encoding="utf-8")
+    assert len(read_log(tmp_path / "log.jsonl")) == 1
+
+
+def test_empty_lists_at_first_are_lists_of_codes(tmp_path: Path) -> None:
+    for number, codes in enumerate(([], [1, 2])):
+        write(tmp_path / f"day-{number}.jsonl", [row(codes=codes)])
+    assert sorted(read_log(tmp_path).codes.tolist()) == [[0, 0], [1, 2]]
+
+
+@pytest.mark.parametrize("user", ["NA", "null", "nan", "None"])
+def test_a_text_of_csv_is_never_taken_for_nobody(user: str, tmp_path: Path) -> None:
+    names = row()
+    values = [user if name == "user_id" else "x" if name in ("post_id", "author_id") else "1" for name in names]
+    (tmp_path / "log.csv").write_text(",".join(names) + "\n" + ",".join(values) + "\n")
+    log = read_log(tmp_path / "log.csv", "text")
+    assert log.ids("user_id", np.array([0])) == [user]
+
+
+def test_users_may_be_null_in_any_column_of_exact_numbers(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([row(), row(request_id=2)])
+    users = pa.array([Decimal(2**64 - 1), None], pa.decimal128(20))
+    pq.write_table(
+        table.set_column(table.schema.get_field_index("user_id"), "user_id", users), tmp_path / "log.parquet"
+    )
+    assert read_log(tmp_path / "log.parquet").user_id.tolist() == [2**64 - 1, 0]
 
 
 class ReadSlowly(io.BytesIO):

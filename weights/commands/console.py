@@ -98,7 +98,7 @@ def writable(path: Path | None) -> Path | None:
     try:
         while not place.exists() and place != place.parent:
             place = place.parent
-        with tempfile.TemporaryDirectory(dir=place):
+        with tempfile.TemporaryFile(dir=place):  # without a name: a command that is killed leaves nothing
             return path
     except OSError as error:
         raise typer.BadParameter(f"nothing can be written at {path} ({error.strerror}); try ./{path.name}") from error

@@ -49,11 +49,14 @@ class Task:
     watched: Callable[[], AbstractContextManager[Callable[[Status], None]]] = lambda: nullcontext(lambda status: None)
 
     def train(self, settings: TrainSettings, directory: str = "") -> TrainedRun:
-        """One run. `directory`: its own one in `state` and `tensorboard`; empty where the run has them for itself. Raises as `train`."""
+        """One run. `directory`: its own one in `state` and `tensorboard`; empty where the run has them for itself. Raises as `train`.
+
+        To resume, the first run must have a state. Later ones had perhaps not begun when the command was interrupted.
+        """
         state = self.state / directory if self.state else None
         tensorboard = self.tensorboard / directory if self.tensorboard else None
-        # A second run may not have begun when the first was interrupted.
-        resume = self.resume and (directory != SECOND or (state is not None and (state / STATE_NAME).exists()))
+        may_begin = bool(directory) and self.state is not None and any(self.state.glob(f"**/{STATE_NAME}"))
+        resume = self.resume and not (may_begin and state is not None and not (state / STATE_NAME).exists())
         with self.watched() as report, closing(Followed(report, state, tensorboard)) as followed:
             ranker = train(
                 self.log, self.config, settings, until_ts=self.until_ts, start=self.start, dwell_output=self.dwell_output,

@@ -104,6 +104,19 @@ def test_an_event_counts_within_the_window_of_being_shown(served: Path) -> None:
     assert taken(log, "favorite") == [103]
 
 
+def test_a_post_seen_too_late_for_its_window_trains_nothing(served: Path) -> None:
+    """Neither as a yes nor as a no: what happened to it is not known yet."""
+    seen = [event(1, 0, "shown", T0 + 10), event(1, 1, "shown", T0 + 3000), event(1, 2, "shown", T0 + 3000)]
+    events = [*seen, event(1, 0, "favorite", T0 + 20), event(1, 1, "favorite", T0 + 3010)]
+    log, counts = joined(served, events, window_seconds=3600, until_ts=T0 + 4000)
+    assert log.post_id.tolist() == [101]
+    assert (counts.candidates_seen_late, counts.events_of_candidates_seen_late) == (2, 3)
+    assert "2 posts were seen so late that their window is not over: left out" in counts.lines()
+    log, _ = joined(served, events, "later", window_seconds=3600, until_ts=T0 + 6600)
+    assert log.post_id.tolist() == [101, 102, 103]
+    assert taken(log, "favorite") == [101, 102]
+
+
 def test_what_was_not_shown_trains_nothing(served: Path) -> None:
     events = [event(1, 0, "shown"), event(1, 2, "shown"), event(1, 0, "favorite"), event(1, 1, "favorite")]
     log, counts = joined(served, events)
@@ -202,6 +215,29 @@ def test_events_come_in_any_format_and_order(name: str, served: Path) -> None:
     assert taken(log, "favorite") == sorted(int(one["post_id"]) for one in events)
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+def test_other_columns_of_events_may_come_and_change(suffix: str, served: Path) -> None:
+    """And `value` may be absent from a file, or from a line of JSON."""
+    days = served.with_name("events")
+    days.mkdir()
+    rows = [
+        [event(1, 0, "favorite"), event(1, 1, "dwell_time", value=2.5)], [event(2, 1, "reply", app="ios", v=1)],
+        [event(3, 2, "dwell_time", app=7, v="x", value=4.0), event(3, 1, "favorite")],
+    ]  # fmt: skip
+    for number, events in enumerate(rows):
+        path = days / f"day-{number}.{suffix}"
+        if suffix == "parquet":
+            write_events(path, events)
+        elif suffix == "csv":
+            pyarrow.csv.write_csv(pa.Table.from_pylist(events), path)
+        else:
+            path.write_text("\n".join(map(json.dumps, events)))
+    log, counts = joined(served, days)
+    assert (counts.events, counts.joined_events) == (5, 5)
+    assert (taken(log, "favorite"), taken(log, "reply")) == ([101, 302], [202])
+    assert dict(zip(log.post_id.tolist(), log.dwell_seconds.tolist(), strict=True))[303] == 4.0
+
+
 def test_ids_that_are_texts_join_and_train_as_hashes(tmp_path: Path) -> None:
     row = ranking(1)
     row.candidates.post_ids[0] = text_id("post:a")
@@ -222,6 +258,9 @@ BAD: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     r"events\.parquet lacks the column action": lambda served: [{"request_id": "feed-1", "post_id": 1, "event_ts": T0}],
     r"events\.parquet, row 2: column event_ts has 1 nulls": lambda served: [
         event(1, 0, "favorite"), event(1, 0, "favorite", None),
+    ],
+    r"events\.parquet, row 1: column value does not fit double; it holds string": lambda served: [
+        event(1, 0, "favorite", value="x"), event(1, 0, "reply", value="3"),
     ],
     r"nothing joins: 2 parts, 12 rankings: 0 joined": lambda served: [event(1, 0, "favorite", T0 - DAY)],
 }  # fmt: skip
@@ -263,6 +302,17 @@ def test_two_models_join_if_their_actions_are_the_same(served: Path) -> None:
     write_part(served, "third", rows)
     with pytest.raises(LogError, match=r"third\.parquet, row 1: the actions of demo 3 are not those .*--model"):
         joined(served, [event(1, 0, "favorite")], "mixed")
+
+
+def test_rankings_of_models_with_other_actions_can_be_left_out(served: Path) -> None:
+    names = ("like", *ACTIONS[1:])
+    write_part(served, "old", [structs.replace(ranking(50), action_names=names, model_version="0")])
+    with pytest.raises(LogError, match="choose one with --model"):
+        joined(served, [event(1, 0, "favorite")])
+    _, counts = joined(served, [event(1, 0, "favorite")], actions=ACTIONS)
+    assert (counts.joined_rankings, counts.other_model_rankings) == (RANKINGS, 1)
+    with pytest.raises(LogError, match="holds no rankings of a model with the actions of the one that serves"):
+        joined(served, [event(1, 0, "favorite")], "none", actions=("zap",))
 
 
 def test_the_command_says_what_joined_and_what_it_wrote(served: Path) -> None:
@@ -390,7 +440,7 @@ def test_an_event_counts_once_where_its_post_comes_twice(tmp_path: Path) -> None
     assert (counts.events, counts.joined_events, counts.repeated_events) == (2, 2, 0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
 def test_a_dwell_that_is_not_finite_is_none(served: Path, value: float) -> None:
     log, _ = joined(served, [event(1, 0, "dwell_time", value=value), event(1, 1, "dwell_time", value=7.0)])
     assert sorted(set(log.dwell_seconds.tolist())) == [0, 7]

@@ -96,7 +96,8 @@ def time_of(text: str) -> int:
             raise CheckpointError(f"The time {text[:32]} {problem}.")
         return seconds
     try:
-        return int(datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp())
+        time = datetime.fromisoformat(text)
+        return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
     except ValueError as error:
         raise CheckpointError(f"{text!r} is neither a day such as 1998-03-05 nor Unix seconds.") from error
 

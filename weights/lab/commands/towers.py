@@ -106,7 +106,8 @@ def train_towers(
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
     if plan.until_ts is not None:
         say(f"To evaluate it: phoenix-ranker eval-retrieval {out} --log {log}")
-    say(f"To serve it: phoenix-ranker posts {log} --out {out}-posts.parquet, then")
+    of_kind = " --ids text" if ids == "text" else ""
+    say(f"To serve it: phoenix-ranker posts {log}{of_kind} --out {out}-posts.parquet, then")
     say(f"phoenix-ranker corpus build {out}-posts.parquet --encoder {out} --out {out}-corpus")
 
 

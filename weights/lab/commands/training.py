@@ -148,7 +148,8 @@ def train(
     score_weights: Annotated[
         str,
         typer.Option(
-            help="Weights of the score: favorite=1,report=-20, a JSON file, or the name of a set. Default: proposed from the log."
+            help="Weights of the score: favorite=1,report=-20, a JSON file, or the name of a set. "
+            "Default: those of --start, else proposed from the log."
         ),
     ] = "",
     ids: Ids = "uint64",
@@ -192,7 +193,13 @@ def train(
         architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
         outputs, dwell = _outputs(architecture, begun)
         _say_plan(plan, impressions, architecture)
-        weights = _score_weights(score_weights, impressions, plan)
+        of_start = begun.manifest.score_weights if begun else {}
+        default_weights = of_start if any(of_start.values()) else plan.score_weights
+        weights = _score_weights(score_weights, impressions, default_weights)
+        if begun and begun.manifest.calibration:
+            say(
+                f"The calibration of {start} is left out, for it is not that of the new weights: `calibrate` makes another."
+            )
         labels: dict[str, Any] = {
             "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
             "continuous": outputs, "training": plan.record(),
@@ -288,9 +295,9 @@ def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Seque
     return outputs, dwell_output(outputs)
 
 
-def _score_weights(given: str, log: Log, plan: Plan) -> dict[str, float]:
-    """The weights of `--score-weights`, or the proposed ones. Raises CheckpointError if all are 0."""
-    weights = score_weights_of(given, log.action_names) if given else plan.score_weights
+def _score_weights(given: str, log: Log, default: dict[str, float]) -> dict[str, float]:
+    """The weights of `--score-weights`, or the default. Raises CheckpointError if all are 0."""
+    weights = score_weights_of(given, log.action_names) if given else default
     if not any(weights.values()):
         example = f"{log.action_names[0]}=1"
         raise CheckpointError(

@@ -124,6 +124,9 @@ class Evaluation:
     users: int
     resamples: int
     span: str
+    histories: (
+        tuple[float, float] | None
+    )  # as served, and by the rows of the log: events on average; None without contexts as served
 
     @property
     def frequent(self) -> list[str]:
@@ -207,6 +210,12 @@ class Evaluation:
             )
         if not self.too_few and not self.beats_chance(MODEL):
             remarks.append("The model is not surely better than chance: the interval of its AUC holds 0.5.")
+        if self.histories:
+            served, of_rows = self.histories
+            remarks.append(
+                f"The model reads histories as they were served, {served:.1f} events on average. "
+                f"The baselines read those that the log's rows give for the same requests, {of_rows:.1f} events."
+            )
         return remarks
 
 
@@ -327,6 +336,7 @@ def evaluate(
         users=judge.draws.shape[1],
         resamples=len(judge.draws),
         span=test.span,
+        histories=_histories(examples, requests),
     )
 
 
@@ -445,11 +455,21 @@ def _compared(
     return figures, comparisons
 
 
+def _histories(examples: Examples, requests: NDArray[np.int64]) -> tuple[float, float] | None:
+    """The mean number of events of the histories that were served, and of those that the log's rows give for the same requests."""
+    served = requests[examples.served[requests] >= 0]
+    if not len(served):
+        return None
+    of_rows = examples.last[served] - examples.oldest[served]
+    return float(examples.history_lengths[served].mean()), float(of_rows.mean())
+
+
 def known_worth(log: Log, weights: Floats) -> NDArray[np.bool_] | slice:
-    """The rows of which every action that the score is for is known."""
+    """The rows of which every action that the score is for is known. An action that is known of no row is left out."""
     if log.unknown is None:
         return slice(None)
-    return np.asarray(~log.unknown[:, weights != 0].any(1))
+    unknown = log.unknown[:, weights != 0]
+    return np.asarray(~unknown[:, ~unknown.all(0)].any(1))
 
 
 def _score(judge: Judge, score: Floats, worth: Floats, is_known: NDArray[np.bool_] | slice) -> dict[str, Figure]:

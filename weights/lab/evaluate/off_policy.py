@@ -14,7 +14,7 @@ Sources: Horvitz and Thompson 1952; Swaminathan and Joachims 2015; McInerney et 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,13 @@ class Rankings:
     score: Floats
     predicted: Floats
 
+    def take(self, rows: NDArray[np.bool_]) -> Rankings:
+        """These rows, with rankings and users numbered anew."""
+        columns = {one.name: getattr(self, one.name)[rows] for one in fields(self)}
+        for name in ("request", "user"):
+            columns[name] = np.unique(columns[name], return_inverse=True)[1]
+        return Rankings(**columns)
+
 
 def rankings_of(
     ranker: Ranker, log: Log, since_ts: int, weights: NDArray[np.float64], corrections: Calibration | None = None
@@ -79,10 +86,12 @@ def rankings_of(
 @dataclass(frozen=True, slots=True)
 class Estimates:
     """The reward of the first `places` of a ranking: as logged, and as the other ranker would have earned by three estimators, each with
-    its 95 % interval by resampling users. `effective_rankings`: (Σρ)² ÷ Σρ², how many rankings the weights leave."""
+    its 95 % interval by resampling users. `left_out`: rankings that were served without exploration. `effective_rankings`: (Σρ)² ÷ Σρ²,
+    how many rankings the weights leave."""
 
     places: int
     rankings: int
+    left_out: int
     effective_rankings: float
     logged: Figure
     ips: Figure
@@ -93,6 +102,7 @@ class Estimates:
         """The estimates for people."""
         place = "place" if self.places == 1 else f"{self.places} places"
         return [
+            *([f"left out: {self.left_out:,} rankings, served without exploration"] if self.left_out else []),
             f"reward of the first {place}, over {self.rankings:,} rankings, which weigh as {self.effective_rankings:,.0f}:",
             f"  as logged      {self.logged}",
             f"  IPS            {self.ips}",
@@ -104,11 +114,14 @@ class Estimates:
 def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: int = 1) -> Estimates:
     """Estimate the reward of another ranker that explores with this temperature, in units of its scores.
 
-    Raises LogError for a log without propensities, which says nothing about other orders, and for rankings of which the log lacks posts.
+    Rankings that were served without exploration are left out. Raises LogError for a log without any other, which says nothing about other
+    orders, and for rankings of which the log lacks posts.
     """
-    if not len(rankings.request) or not (rankings.propensity > 0).any():
+    explored = np.isin(rankings.request, rankings.request[rankings.propensity > 0])
+    if not explored.any():
         raise LogError(NO_PROPENSITIES)
-    table = _padded(rankings, places)
+    left_out = len(np.unique(rankings.request[~explored]))
+    table = _padded(rankings.take(explored), places)
     last = table.propensity[np.arange(len(table.reward)), table.is_there.sum(1) - 1]
     if (last < WHOLE).any():  # whatever is left gets the last place for sure
         raise LogError(
@@ -130,6 +143,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
     return Estimates(
         places,
         count,
+        left_out,
         float(final.sum() ** 2 / np.square(final).sum()),
         figure(rewards.sum(1, keepdims=True), one),
         figure(ips.sum(1, keepdims=True), one),

@@ -53,6 +53,10 @@ class Posts:
         """The places of posts that are among them, int64 `[n]`."""
         return np.asarray(np.searchsorted(self.ids, post_ids), np.int64)
 
+    def known_places(self, post_ids: NDArray[np.uint64]) -> Ints:
+        """The places of those of these posts that are among them, int64 `[m]`."""
+        return self.places(post_ids[np.isin(post_ids, self.ids)])
+
 
 @dataclass(frozen=True, slots=True)
 class Recalls:
@@ -179,8 +183,7 @@ def _ranks(
         part = queries[first : first + QUERIES]
         seen = np.zeros((len(part), len(posts)), bool)
         for row, index in enumerate(part):
-            history = examples.events.post_id[examples.oldest[index] : examples.last[index]]
-            seen[row, posts.places(history)] = True
+            seen[row, posts.known_places(examples.history_posts(int(index)))] = True
         inside = np.flatnonzero((of_query >= first) & (of_query < first + len(part)))
         inside = inside[~seen[of_query[inside] - first, places[inside]]]
         query, place = of_query[inside] - first, places[inside]
@@ -234,10 +237,7 @@ def factors_source(examples: Examples, posts: Posts, frozen: int, seed: int) -> 
 
     def scores(requests: Ints) -> Floats:
         folded = np.stack(
-            [
-                factors[posts.places(examples.events.post_id[examples.oldest[index] : examples.last[index]])].sum(0)
-                for index in requests
-            ]
+            [factors[posts.known_places(examples.history_posts(int(index)))].sum(0) for index in requests]
         )
         return np.asarray(folded @ factors.T, np.float32)
 

@@ -39,6 +39,8 @@ class JoinCounts:
     events_before_ranking: int = 0
     events_after_window: int = 0
     events_of_unseen_candidates: int = 0
+    events_of_candidates_seen_late: int = 0
+    candidates_seen_late: int = 0
     impressions: int = 0
     contexts: int = 0
     observed: list[str] = field(default_factory=list)
@@ -81,9 +83,14 @@ class JoinCounts:
                     "before the ranking": self.events_before_ranking,
                     "after the window": self.events_after_window,
                     "their post was not shown": self.events_of_unseen_candidates,
+                    "the window of their post is not over": self.events_of_candidates_seen_late,
                 }
             ),
         ]
+        if self.candidates_seen_late:
+            lines.append(
+                f"{self.candidates_seen_late:,} posts were seen so late that their window is not over: left out"
+            )
         if len(self.models) > 1:
             lines.append("models: " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.models.items())))
         if self.open_parts:

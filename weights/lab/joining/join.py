@@ -90,12 +90,13 @@ SELECT matched.* EXCLUDE (state), CASE
     WHEN event_ts < served_ts - $skew THEN 'before'
     WHEN event_ts > coalesce(seen_ts, served_ts) + $window THEN 'after'
     WHEN getvariable('has_shown') AND seen_ts IS NULL THEN 'unseen'
+    WHEN seen_ts + $window > $until THEN 'seen late'
     ELSE 'joined' END AS reason
 FROM matched LEFT JOIN seen ON seen.ranking = matched.ranking AND seen.place = matched.place
 """
 SHOWN_BY_EVENTS = """
 CREATE TABLE shown AS
-SELECT candidates.* EXCLUDE (is_first) FROM candidates SEMI JOIN seen USING (ranking, place)
+SELECT candidates.* EXCLUDE (is_first) FROM candidates JOIN seen USING (ranking, place) WHERE seen_ts + $window <= $until
 """
 SHOWN_BY_REPLIES = """
 CREATE TABLE shown AS
@@ -121,7 +122,8 @@ bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
 class JoinSettings:
     """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those that
     some event has. `until_ts`: events are whole up to here, Unix seconds; None: up to the newest event. `model`: whose rankings are joined,
-    a version or the beginning of a digest; empty: all, if their actions are the same. `memory`: of DuckDB, such as `2GB`. `since_ts`: only
+    a version or the beginning of a digest; empty: all, if their actions are the same. `actions`: only rankings of models with these
+    actions, in this order, are joined, the others are counted; empty: any. `memory`: of DuckDB, such as `2GB`. `since_ts`: only
     rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the contexts, so that results with
     different labels can be read as one log."""
 
@@ -130,6 +132,7 @@ class JoinSettings:
     ids: IdKind = "uint64"
     until_ts: int | None = None
     model: str = ""
+    actions: tuple[str, ...] = ()
     memory: str = "2GB"
     threads: int = 1
     since_ts: int | None = None
@@ -159,7 +162,8 @@ def join(
     """Write to the directory `out` the log of the candidates that were shown, with what users did, the context as served, the position and
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
 
-    A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. Raises LogError, in one sentence
+    A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
+    its own window is not over is left out. Raises LogError, in one sentence
     that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at `out`.
     """
     if out.exists() or out.is_symlink():
@@ -169,7 +173,9 @@ def join(
         work = partial / "work"
         work.mkdir()
         with _enough(settings.memory), _database(work, settings) as database:
-            parts, names = read_parts(database, served, settings.model, settings.first_ts, counts, progress)
+            parts, names = read_parts(
+                database, served, settings.model, settings.actions, settings.first_ts, counts, progress
+            )
             read_events(database, events, settings.ids, settings.since_ts, counts, progress)
             _join(database, names, settings, counts, progress)
             if not counts.joined_rankings:
@@ -228,7 +234,7 @@ def _join(
         progress("Joining", done, len(steps))
         database.execute(statement, values)
         if statement is SEEN:
-            _make_shown(database)
+            _make_shown(database, settings.window_seconds, counts)
     counts.observed = _observed(database, names, settings)
     _count(database, counts)
 
@@ -247,7 +253,7 @@ def _steps(settings: JoinSettings, counts: JoinCounts, actions: int) -> list[tup
         (NAMED, {}),
         (MATCHED, {}),
         (SEEN, {**skew, "shown": SHOWN}),
-        (REASONS, {**skew}),
+        (REASONS, {**skew, "until": counts.until_ts}),
         (labels, {}),
     ]
 
@@ -261,11 +267,17 @@ def _name_actions(database: duckdb.DuckDBPyConnection, names: tuple[str, ...]) -
     )
 
 
-def _make_shown(database: duckdb.DuckDBPyConnection) -> None:
+def _make_shown(database: duckdb.DuckDBPyConnection, window_seconds: int, counts: JoinCounts) -> None:
     """The candidates that were shown, and whether events say so."""
     database.execute("SET VARIABLE has_shown = (SELECT count(*) > 0 FROM events WHERE action = ?)", [SHOWN])
     has_shown = number_of(database, "SELECT CAST(getvariable('has_shown') AS BIGINT)")
-    database.execute(SHOWN_BY_EVENTS if has_shown else SHOWN_BY_REPLIES)
+    if has_shown:
+        database.execute(SHOWN_BY_EVENTS, {"window": window_seconds, "until": counts.until_ts})
+        counts.candidates_seen_late = number_of(
+            database, "SELECT (SELECT count(*) FROM seen) - (SELECT count(*) FROM shown)"
+        )
+    else:
+        database.execute(SHOWN_BY_REPLIES)
 
 
 def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], settings: JoinSettings) -> list[str]:
@@ -298,5 +310,6 @@ def _count(database: duckdb.DuckDBPyConnection, counts: JoinCounts) -> None:
     counts.events_before_ranking = reasons.get("before", 0)
     counts.events_after_window = reasons.get("after", 0)
     counts.events_of_unseen_candidates = reasons.get("unseen", 0)
+    counts.events_of_candidates_seen_late = reasons.get("seen late", 0)
     unknown = "SELECT action, count(*) FROM reasons WHERE is_first AND reason = 'unknown action' GROUP BY action"
     counts.events_of_unknown_actions = dict(database.execute(unknown).fetchall())

@@ -6,6 +6,7 @@ one for each event.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ EVENT_COLUMNS = {
 }
 REQUIRED = ("request_id", "post_id", "action", "event_ts")
 PIECE_ROWS = 200_000
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 Progress = Callable[[str, int, int], None]
 
@@ -79,6 +81,7 @@ def read_parts(
     database: duckdb.DuckDBPyConnection,
     directory: Path,
     model: str,
+    actions: tuple[str, ...],
     first_ts: int | None,
     counts: JoinCounts,
     progress: Progress,
@@ -88,7 +91,8 @@ def read_parts(
     `first_ts`: parts of days that ended before this, Unix seconds, are not read; None: all are.
 
     `model`: the version or the beginning of the digest of the model whose rankings are read; if empty, all, which must have the same
-    actions. Files that are no parts, and parts that were cut short, are left out and counted. Raises LogError.
+    actions. `actions`: if there are any, only rankings of models with just these are read. Files that are no parts, and parts
+    that were cut short, are left out and counted. Raises LogError.
     """
     if not directory.is_dir():
         raise LogError(f"{directory} is not a directory: it must be a log of what was served")
@@ -128,7 +132,8 @@ def read_parts(
         counts.parts += 1
         counts.rankings += rows
         counts.models[label] = counts.models.get(label, 0) + rows
-        if model and model != one["model_version"] and not one["model_digest"].startswith(model):
+        is_asked_for = not model or model == one["model_version"] or one["model_digest"].startswith(model)
+        if not is_asked_for or (actions and actions != tuple(one["action_names"])):
             counts.other_model_rankings += rows
             continue
         if names is None:
@@ -148,7 +153,8 @@ def read_parts(
             raise LogError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
         read.append(path)
     if names is None:
-        which = f" of model {model}" if counts.rankings else ""
+        model_asked_for = f"model {model}" if model else "a model with the actions of the one that serves"
+        which = f" of {model_asked_for}" if counts.rankings else ""
         raise LogError(
             f"{directory} holds no rankings{which}: its parts are files {PARTS.replace('*/*', 'YYYY-MM-DD/NAME')}"
         )
@@ -165,12 +171,12 @@ def read_events(
 ) -> None:
     """Read and check events. Those before `since_ts`, Unix seconds, are checked and left out. Raises LogError, which names the file and
     the row."""
-    source = open_table(path, EVENT_COLUMNS | ({"post_id": pa.string()} if ids == "text" else {}))
+    columns = EVENT_COLUMNS | ({"post_id": pa.string()} if ids == "text" else {})
+    source = open_table(path, columns, may_lack=["value"])
     if missing := [name for name in REQUIRED if name not in source.schema.names]:
         raise LogError(f"{source.files[0]} lacks the column {missing[0]}: an event has {', '.join(REQUIRED)}")
-    columns = [name for name in EVENT_COLUMNS if name in source.schema.names]
     rows, done = source.count_rows(), 0
-    for table in tables_of(source, PIECE_ROWS, columns):
+    for table in tables_of(source, PIECE_ROWS):
         checked = _checked_events(table, source, ids, partial(_place, source, done))
         done += len(table)
         counts.newest_event_ts = max(counts.newest_event_ts, pc.max(checked.column("event_ts")).as_py() or 0)
@@ -204,11 +210,9 @@ def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -
     problem: Problem | None = problem_of_times(event_ts)
     if problem:
         raise LogError(f"{place(problem[0])}: event_ts {problem[1]}")
-    value = (
-        _finite(table.column("value").cast(pa.float64()))
-        if "value" in table.column_names
-        else pa.nulls(len(table), pa.float64())
-    )
+    value = pa.nulls(len(table), pa.float64())
+    if "value" in table.column_names:
+        value = _finite(pa.chunked_array([column_of(table, "value", pa.float64(), place, math.nan)]))
     return pa.table(
         {
             "request_id": table.column("request_id").fill_null(""),
@@ -221,8 +225,8 @@ def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -
 
 
 def _finite(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The numbers, with null for what is not finite."""
-    return pc.if_else(pc.is_finite(values), values, None)
+    """The numbers, with null for what is not finite as a float32."""
+    return pc.if_else(pc.less_equal(pc.abs(values), LARGEST_FLOAT32), values, None)
 
 
 def _post_ids(table: pa.Table, where: str, ids: IdKind, place: Place) -> NDArray[np.uint64]:

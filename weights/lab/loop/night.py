@@ -19,10 +19,13 @@ from weights.lab.training.log import Log
 
 @dataclass(frozen=True, slots=True)
 class Night:
-    """Counts of one night. `positives`: impressions that were worth more than nothing to the score. `activity`: actions per impression;
-    `expected_activity`: what the serving model expects, on the held-out impressions. `returning_requests`: of users who did something
-    before, as the log of the last nights says; `empty_histories`: those of them whose history was empty. `timed_events`: events that name
-    a candidate; `early_events`: those before their ranking. `delay_seconds`: 5th percentile and median."""
+    """Counts of one night.
+
+    `positives`: impressions that were worth more than nothing to the score. `activity`: actions per impression; `expected_activity`: what
+    the serving model expects of the same actions, on the held-out impressions. `returning_requests`: of users who did something before,
+    as the log of the last nights says; `empty_histories`: those of them whose history was empty. `timed_events`: events that name
+    a candidate; `early_events`: those before their ranking. `delay_seconds`: 5th percentile and median.
+    """
 
     rankings: int
     impressions: int
@@ -42,10 +45,14 @@ def without_log(counts: JoinCounts) -> Night:
 
 
 def facts_of(
-    counts: JoinCounts, examples: Examples, requests: NDArray[np.int64], weights: NDArray[np.float32], expected: float
+    counts: JoinCounts,
+    examples: Examples,
+    requests: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    expected: NDArray[np.float32],
 ) -> Night:
     """The facts of the night that has these requests of `examples`, which may also hold earlier nights. `weights` of the score, float32
-    `[A]`; `expected`: actions per impression by the serving model."""
+    `[A]`; `expected`: how often the serving model expects each action per impression, float32 `[A]`."""
     rows = rows_of(examples, requests)
     shown = examples.log.take(rows)
     returning = (examples.last > examples.first)[requests] & (examples.users[requests] != 0)
@@ -54,8 +61,8 @@ def facts_of(
         len(requests),
         len(rows),
         int(is_positive(shown, weights).sum()),
-        activity_of(shown),
-        expected,
+        float(shown.shares.sum()),
+        float(expected[is_known_of_some(shown)].sum()),
         int(returning.sum()),
         int((returning & empty).sum()),
         *_times(counts),
@@ -75,9 +82,9 @@ def is_positive(shown: Log, weights: NDArray[np.float32]) -> NDArray[np.bool_]:
     return np.asarray(is_known & (shown.actions @ weights > 0))
 
 
-def activity_of(shown: Log) -> float:
-    """How many actions follow an impression, as far as that is known."""
-    return float(shown.shares.sum())
+def is_known_of_some(shown: Log) -> NDArray[np.bool_]:
+    """The actions of which it is known for some impression whether they were taken, `[A]`: no event tells of the others."""
+    return np.ones(len(shown.action_names), bool) if shown.unknown is None else np.asarray(~shown.unknown.all(0))
 
 
 def requests_of(examples: Examples, night: Path) -> NDArray[np.int64]:

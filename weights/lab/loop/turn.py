@@ -67,6 +67,7 @@ from weights.lab.training.log import IN_MEMORY_ROWS, Log, aligned, read_log
 from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
 from weights.lab.training.trainer import Status
+from weights.tables import LogError
 
 CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
 """What differs from training from scratch: the serving checkpoint already knows most of it."""
@@ -94,8 +95,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
-    """`join`: how to join; its `since_ts`, `ids` and `label` are set by the turn. `nights`: train on so many, the newest; `held_out`: the
-    share of the newest night's requests that both models are judged on; `keep`: how many versions can be gone back to, and their
+    """`join`: how to join; its `since_ts`, `ids`, `actions` and `label` are set by the turn. `nights`: train on so many, the
+    newest; `held_out`: the share of the newest night's requests that both models are judged on; `keep`: how many versions can be gone back to, and their
     checkpoints are kept; `training`: settings of the run by the names that `--set` takes."""
 
     join: JoinSettings = field(default_factory=JoinSettings)
@@ -213,7 +214,11 @@ class _Turn:
         self.log = places.root / LOGS / self.name
         self.checkpoint = places.root / CHECKPOINTS / self.name
         self.join_settings = replace(
-            settings.join, since_ts=state.through_ts, ids=serving.manifest.ids, label=f"night {self.name}"
+            settings.join,
+            since_ts=state.through_ts,
+            ids=serving.manifest.ids,
+            actions=serving.manifest.action_names,
+            label=f"night {self.name}",
         )
         self.weights: NDArray[np.float32] = score_weights(serving.manifest)
         self.through_ts = state.through_ts
@@ -231,7 +236,7 @@ class _Turn:
         requests = requests_of(examples, self.log)
         held_out, until_ts = self._held_out(examples, requests)
         of_serving = self._predicted(self.serving.ranker, self.serving.manifest, examples, held_out)
-        night = facts_of(counts, examples, requests, self.weights, float(of_serving.sum(1).mean()))
+        night = facts_of(counts, examples, requests, self.weights, of_serving.mean(0))
         checks = check_night(night, self.state.usual, self.settings.bounds)
         judged = None
         if all(check.passed for check in checks):
@@ -312,7 +317,13 @@ class _Turn:
         rows = counts.impressions + sum(night.impressions for night in self.state.nights if night.name in names)
         cache = self.directory / WORK / "sorted" if rows > IN_MEMORY_ROWS else None
         manifest = self.serving.manifest
-        log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
+        try:
+            log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
+        except LogError:
+            shutil.rmtree(
+                self.log, ignore_errors=True
+            )  # the next turn joins again, perhaps from events that were mended
+            raise
         return aligned(log, manifest.action_names)
 
     def _held_out(self, examples: Examples, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:

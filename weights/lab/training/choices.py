@@ -172,7 +172,8 @@ def _check_learnable(log: Log, what: str) -> None:
 
 
 def _summary(log: Log) -> str:
-    counts = {"request": log.requests, "user": len(distinct(log.user_id)), "post": len(distinct(log.post_id))}
+    users = int(np.count_nonzero(distinct(log.user_id)))  # 0 is nobody
+    counts = {"request": log.requests, "user": users, "post": len(distinct(log.post_id))}
     return (
         f"{len(log):,} impressions, "
         + ", ".join(f"{count:,} {name}s" for name, count in counts.items())

@@ -131,7 +131,8 @@ class Examples:
         if log.contexts is not None and log.context_id is not None:
             self.served = log.contexts.places(log.context_id[self.starts])
             lengths = np.minimum(log.contexts.stops - log.contexts.starts, config.history_length)
-            self.history_lengths = np.where(self.served >= 0, lengths[self.served], self.history_lengths)
+            if len(lengths):
+                self.history_lengths = np.where(self.served >= 0, lengths[self.served], self.history_lengths)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -162,6 +163,12 @@ class Examples:
             is_kept,
             codes=_codes_as_read(log.codes[rows], self.config),
         )
+
+    def history_posts(self, index: int) -> NDArray[np.uint64]:
+        """The posts of the events that a request reads."""
+        if self.served[index] >= 0:
+            return self.context(index).post_ids
+        return self.events.post_id[self.oldest[index] : self.last[index]]
 
     def rows(self, index: int) -> NDArray[np.int64]:
         """The rows of the log shown in request `index`."""

@@ -311,7 +311,7 @@ def _with_nobody(table: pa.Table, ids: IdKind) -> pa.Table:
     column = table.column("user_id")
     if ids == "text" and pa.types.is_string(column.type):
         column = pc.if_else(pc.equal(column.fill_null(""), ""), NOBODY, column)
-    elif column.null_count and pa.types.is_integer(column.type):
+    elif column.null_count and (pa.types.is_integer(column.type) or pa.types.is_decimal(column.type)):
         column = column.fill_null(0)
     else:
         return table

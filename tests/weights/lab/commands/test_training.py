@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from msgspec import structs
 from starlette.testclient import TestClient
 
 from app.main import create_app
@@ -27,9 +29,10 @@ from tests.support.asgi import ADDRESS
 from tests.weights.call import call
 from tests.weights.lab.training.small_run import exact_body, small_config
 from weights.actions import DWELL_TIME, default_score_weights
-from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.format.manifest import ContinuousOutput
-from weights.lab.commands.options import assigned_values
+from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
+from weights.format.manifest import ActionCalibration, ContinuousOutput
+from weights.format.writer import replace_manifest
+from weights.lab.commands.options import assigned_values, time_of
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
 from weights.lab.training.settings import settings_table
@@ -136,6 +139,8 @@ def test_of_several_seeds_the_best_on_validation_is_kept(log: Path, tmp_path: Pa
         tmp_path / "best",
         "--seeds",
         2,
+        "--state",
+        tmp_path / "state",
         *settings(RUN_SETTINGS),
     )
     made = call("train", "--log", log, *options)
@@ -144,9 +149,15 @@ def test_of_several_seeds_the_best_on_validation_is_kept(log: Path, tmp_path: Pa
     kept = re.search(r"Seed (\d) has the best validation loss and is kept. An average is not", made.stdout)
     assert kept is not None
     assert losses[kept[1]] == min(losses.values())
-    assert json.loads(call("inspect", tmp_path / "best", "--json").stdout)["training"]["settings"]["seed"] == int(
-        kept[1]
-    )
+    best = call("inspect", tmp_path / "best", "--json").stdout
+    assert json.loads(best)["training"]["settings"]["seed"] == int(kept[1])
+    shutil.rmtree(tmp_path / "state/seed-2")  # as if it was killed before the first evaluation of the second
+    resumed = call("train", "--log", log, *options, "--resume", "--replace")
+    assert resumed.exit_code == 0, resumed.output
+    assert call("inspect", tmp_path / "best", "--json").stdout == best
+    shutil.rmtree(tmp_path / "state")
+    none = call("train", "--log", log, *options, "--resume", "--replace")
+    assert (none.exit_code, "state.pt" in none.stderr) == (1, True), none.output
 
 
 def test_a_search_keeps_the_best_trial_on_validation(log: Path, tmp_path: Path) -> None:
@@ -197,7 +208,31 @@ def test_a_checkpoint_goes_on_with_the_log_of_the_next_day(
     words = ("train", "--log", log, "--start", trained[0], "--until", "all", "--out", tmp_path / "tomorrow", *few)
     made = call(*words, "--score-weights", "favorite=1")
     assert made.exit_code == 0, made.output
-    assert load_checkpoint(tmp_path / "tomorrow").manifest.config == load_checkpoint(trained[0]).manifest.config
+    tomorrow = load_checkpoint(tmp_path / "tomorrow").manifest
+    assert tomorrow.config == load_checkpoint(trained[0]).manifest.config
+    assert tomorrow.score_weights["favorite"] == 1
+
+
+def test_a_checkpoint_that_goes_on_keeps_its_score(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(trained[0], start)
+    assert call("relabel", start, "--score-weights", "reply=2,report=-3").exit_code == 0
+    manifest = load_manifest(start)
+    calibration = {"reply": ActionCalibration(0.1, 1.0)}
+    replace_manifest(start, structs.replace(manifest, calibration=calibration, version="").versioned())
+    few = settings(["epochs=0.05", "learning_rate=0.001"])
+    made = call("train", "--log", log, "--start", start, "--until", "all", "--out", tmp_path / "on", *few)
+    assert made.exit_code == 0, made.output
+    assert load_manifest(tmp_path / "on").score_weights == manifest.score_weights
+    assert "The calibration of" in made.stdout
+    assert "is left out" in made.stdout
+
+
+@pytest.mark.parametrize(
+    "text", ["1700000000", "2023-11-14T22:13:20", "2023-11-14T22:13:20Z", "2023-11-15T00:13:20+02:00"]
+)
+def test_a_time_is_that_of_its_zone_or_utc(text: str) -> None:
+    assert time_of(text) == 1_700_000_000
 
 
 def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:

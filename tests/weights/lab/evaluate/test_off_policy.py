@@ -102,6 +102,17 @@ def test_a_log_without_exploration_is_refused() -> None:
         off_policy(without, TEMPERATURE)
 
 
+def test_rankings_without_exploration_are_left_out() -> None:
+    rankings = Market(1).logged()
+    is_explored = rankings.request % 3 > 0
+    mixed = replace(rankings, propensity=np.where(is_explored, rankings.propensity, 0.0))
+    estimates = off_policy(mixed, TEMPERATURE)
+    alone = off_policy(rankings.take(is_explored), TEMPERATURE)
+    assert (estimates.left_out, alone.left_out) == (len(np.unique(rankings.request[~is_explored])), 0)
+    assert replace(estimates, left_out=0) == alone
+    assert estimates.lines()[0] == f"left out: {estimates.left_out:,} rankings, served without exploration"
+
+
 def test_a_log_that_lacks_ranked_posts_is_refused() -> None:
     rankings = Market(1).logged()
     kept = rankings.position < POSTS

@@ -52,7 +52,14 @@ class Nights:
         write_rows(folder / "part.parquet", rows)
 
     def act(
-        self, root: Path, day: int, *, share: float = 1.0, is_shuffled: bool = False, late_seconds: int = 0
+        self,
+        root: Path,
+        day: int,
+        *,
+        share: float = 1.0,
+        is_shuffled: bool = False,
+        late_seconds: int = 0,
+        never: str = "",
     ) -> None:
         """Write what people did that day as events. `share`: of the events, the others are lost; `is_shuffled`: what they did is dealt out
         among all impressions of the day; `late_seconds`: how far the clock of the events is ahead."""
@@ -72,7 +79,7 @@ class Nights:
                 "event_ts": at,
                 "value": np.where(names == "dwell_time", log.dwell_seconds[rows][place].astype(np.float64), np.nan),
             }
-        ).filter(pa.array(rng.random(len(place)) < share))
+        ).filter(pa.array((rng.random(len(place)) < share) & (names != never)))
         end = {
             "request_id": ["none"],
             "post_id": [1],

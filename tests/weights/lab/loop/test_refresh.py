@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 pytest.importorskip("duckdb")
 pytest.importorskip("sklearn")
 
 from tests.weights.call import run
+from tests.weights.lab.joining_rows import T0, ranking, write_part
 from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
 from weights.checkpoint import load_checkpoint
 from weights.fetch import point
@@ -77,10 +79,19 @@ def loop(nights: Nights, tmp_path: Path) -> Loop:
 
 
 def test_a_night_is_published_once(loop: Loop) -> None:
+    """Although nobody took an action that the score is for, and a model with other actions served too."""
     first = loop.version()
-    loop.night(0)
+    assert load_checkpoint(loop.link).manifest.score_weights["block_author"] < 0
+    loop.night(0, never="block_author")
+    old = structs.replace(ranking(1, T0), model_version="old")
+    write_part(
+        loop.root / "served", "old", [old], next((loop.root / "served").glob("date=*")).name.removeprefix("date=")
+    )
     code, said = loop.refresh()
     assert (code, "Turn 00001 published version" in said) == (0, True), said
+    assert "left out: 1, of another model" in said
+    night = loop.figures(1)["night"]
+    assert night["expected_activity"] == pytest.approx(night["activity"], rel=0.3)
     published = loop.version()
     assert published != first
     manifest = load_checkpoint(loop.link).manifest

@@ -42,6 +42,10 @@ def with_actions(log: Log, **shares: float) -> Log:
 def test_every_choice_is_printed_with_its_reason_and_recorded(log: Log) -> None:
     made = plan(log)
     assert made.lines()[0].startswith(f"{len(log):,} impressions, ")
+    users = len(np.unique(log.user_id))
+    nobody = np.where(log.user_id == log.user_id[0], 0, log.user_id).astype(np.uint64)
+    assert f" {users:,} users, " in made.lines()[0]
+    assert f" {users - 1:,} users, " in plan(replace(log, user_id=nobody)).lines()[0], "nobody is no user"
     assert made.lines()[0].endswith("2026-06-01 … 2026-06-10")
     assert all(" → " in line for line in made.lines()[1:])
     record = made.record()

@@ -16,10 +16,13 @@ import pyarrow.parquet as pq  # noqa: E402
 from model.inputs import Context  # noqa: E402
 from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.training.small_run import WORLD, small_config, small_trainer  # noqa: E402
+from weights.actions import DWELL_TIME  # noqa: E402
+from weights.checkpoint import save_checkpoint  # noqa: E402
 from weights.lab.training.example import request_body  # noqa: E402
 from weights.lab.training.examples import Examples, HiddenShares  # noqa: E402
 from weights.lab.training.log import aligned, read_log, write_log  # noqa: E402
 from weights.lab.world.simulate import World  # noqa: E402
+from weights.synthetic.random_weights import random_ranker  # noqa: E402
 from weights.tables import LogError  # noqa: E402
 
 LONG = 127
@@ -76,6 +79,7 @@ def test_training_reads_the_contexts_that_were_served(is_cached: bool, world: Wo
             assert np.array_equal(getattr(context, name), getattr(expected, name)), name
             assert getattr(context, name).dtype == getattr(expected, name).dtype
         assert examples.history_lengths[index] == len(context)
+        assert np.array_equal(examples.history_posts(index), context.post_ids)
         assert len(request_body(examples, index)["history"]) == len(context)
         shorter += len(context) < len(before.context(index))
     assert shorter > 20
@@ -193,6 +197,42 @@ REFUSED: dict[str, Callable[[pa.Table], pa.Table]] = {
         "codes", pa.array([[[-1]] * len(posts) for posts in table["post_ids"].to_pylist()])
     ),
 }
+
+
+def test_lists_of_codes_may_be_long_ones(world: World, tmp_path: Path) -> None:
+    write_pair(world, tmp_path)
+    path = tmp_path / "contexts/part-0.parquet"
+    table = pq.read_table(path)
+    codes = [[[1, 2]] * len(posts) for posts in table["post_ids"].to_pylist()]
+    pq.write_table(table.append_column("codes", pa.array(codes, pa.large_list(pa.large_list(pa.int32())))), path)
+    log = read_log(tmp_path)
+    assert log.contexts is not None
+    assert set(map(tuple, log.contexts.codes.tolist())) == {(1, 2)}
+
+
+def test_a_log_without_any_context_trains_on_its_rows(world: World, tmp_path: Path) -> None:
+    """As where none of its rankings had a history."""
+    before = write_pair(world, tmp_path, lambda index, context: None)
+    examples = Examples(read_log(tmp_path), small_config())
+    assert np.array_equal(examples.history_lengths, before.history_lengths)
+
+
+@pytest.mark.slow
+def test_eval_says_whose_histories_the_baselines_read(world: World, tmp_path: Path) -> None:
+    before = write_pair(world, tmp_path / "log", lambda index, context: newest(context))
+    save_checkpoint(
+        tmp_path / "ranker", random_ranker(small_config(), 1), name="random", action_names=world.log.action_names,
+        continuous=(DWELL_TIME,), score_weights={"favorite": 1.0},
+    )  # fmt: skip
+    told = call(
+        "eval", "--checkpoint", tmp_path / "ranker", "--log", tmp_path / "log", "--since", WORLD.test_ts,
+        "--out", tmp_path / "report", "--ablation-requests", 5,
+    )  # fmt: skip
+    assert told.exit_code == 0, told.output
+    lengths = before.history_lengths[before.times >= WORLD.test_ts]
+    means = np.minimum(lengths, 3).mean(), lengths.mean()
+    assert f"as they were served, {means[0]:.1f} events on average. The baselines read" in told.stdout
+    assert f"for the same requests, {means[1]:.1f} events." in told.stdout
 
 
 @pytest.mark.parametrize("reason", REFUSED)
