@@ -30,8 +30,11 @@ def write_example(
 
     `names`: id → name or object with `name`, under `users`, `authors` and `posts`; ids without one are called after their id. `user`: whose
     request it is; without one, the request of the log's last tenth with the longest history and the most candidates.
-    Raises LogError for a user without a request that has a history and two candidates, and for names of another form.
+    Raises LogError for a user without a request that has a history and two candidates, for names of another form, and for a log that has
+    only the hashes of its ids.
     """
+    if manifest.ids == "text" and log.texts is None:
+        raise LogError("the log holds the hashes of texts, as `join` writes them: an example needs the texts")
     for kind in MOST_NAMED:
         if not isinstance(names.get(kind, {}), dict):
             raise LogError(f"the names of {kind} must be an object of id → name")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 pytest.importorskip("pyarrow")
 
@@ -77,3 +78,9 @@ def test_a_user_can_be_asked_for(world: World, manifest: Manifest, tmp_path: Pat
     assert written(world, manifest, tmp_path / "out", user=user)[0]["user_id"] == user
     with pytest.raises(LogError, match="no request of this user has a history and two candidates; the log covers 2026"):
         write_example(tmp_path / "out", manifest, world.log, {}, "12")
+
+
+def test_an_example_of_a_log_of_hashes_is_refused(world: World, manifest: Manifest, tmp_path: Path) -> None:
+    """Nobody can turn hashes back, and a request with their decimals would name other posts."""
+    with pytest.raises(LogError, match="hashes of texts"):
+        write_example(tmp_path / "out", structs.replace(manifest, ids="text"), world.log, {})
