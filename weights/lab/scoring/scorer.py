@@ -1,4 +1,4 @@
-"""Turns a table of impressions into a table of scores, as `/rank` gives them. `job` handles files and partitions."""
+"""Turns a table of impressions into a table of scores, as `/rank` gives them. `run` handles files and partitions."""
 
 from __future__ import annotations
 

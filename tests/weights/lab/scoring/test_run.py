@@ -1,4 +1,4 @@
-"""A job's files hold every row once, whatever its partitions and however often it was killed; another job's files are left alone."""
+"""A run's files hold every row once, whatever its partitions and however often it was killed; another run's files are left alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from tests.weights.call import run
 from tests.weights.lab.scoring.test_scorer import DEMO, as_table, by_key
-from weights.lab.scoring.job import JobError, score_log
+from weights.lab.scoring.run import RunError, score_log
 from weights.lab.scoring.scorer import Scorer
 from weights.lab.world.simulate import World
 from weights.tables import LogError
@@ -41,7 +41,7 @@ def whole(scorer: Scorer, log: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def finished(scorer: Scorer, log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished job in five parts."""
+    """A finished run in five parts."""
     out = tmp_path_factory.mktemp("finished") / "out"
     score_log(log, out, scorer, 0, PARTS)
     return out
@@ -92,10 +92,10 @@ def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
                 os.kill(os.getpid(), signal.SIGKILL)
 
         arguments = (log, tmp_path / "killed", scorer, 0, PARTS, kill)
-        job = multiprocessing.get_context("fork").Process(target=score_log, args=arguments, daemon=True)
-        job.start()
-        job.join(60)
-        assert job.exitcode == -signal.SIGKILL
+        run = multiprocessing.get_context("fork").Process(target=score_log, args=arguments, daemon=True)
+        run.start()
+        run.join(60)
+        assert run.exitcode == -signal.SIGKILL
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("part-*.parquet")}
     score_log(log, tmp_path / "killed", scorer, 0, PARTS)
     assert len(before) == 2
@@ -106,13 +106,13 @@ def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
 def test_what_belongs_to_another_job_is_left_alone(scorer: Scorer, log: Path, out: Path, tmp_path: Path) -> None:
     before = written(out)
     for since_ts, parts, other in ((1, PARTS, "since_ts"), (0, 3, "partitions")):
-        with pytest.raises(JobError, match=rf"another job \({other} differ\)"):
+        with pytest.raises(RunError, match=rf"another run \({other} differ\)"):
             score_log(log, out, scorer, since_ts, parts)
     assert written(out) == before
     (tmp_path / "mine").mkdir()
-    for name, content in (("letter.txt", "dear"), ("job.json", "[]"), ("job.json", '{"log": [')):
+    for name, content in (("letter.txt", "dear"), ("run.json", "[]"), ("run.json", '{"log": [')):
         (tmp_path / "mine" / name).write_text(content)
-        with pytest.raises(JobError, match="holds something else"):
+        with pytest.raises(RunError, match="holds something else"):
             score_log(log, tmp_path / "mine", scorer)
 
 
@@ -120,7 +120,7 @@ def test_a_job_killed_as_it_described_itself_is_taken_up(
     scorer: Scorer, log: Path, finished: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "killed").mkdir()
-    (tmp_path / "killed/job.new").write_text('{"lo')
+    (tmp_path / "killed/run.new").write_text('{"lo')
     score_log(log, tmp_path / "killed", scorer, 0, PARTS)
     assert written(tmp_path / "killed") == written(finished)
 
@@ -148,7 +148,7 @@ def test_a_log_that_changes_while_it_is_read_is_refused(scorer: Scorer, log: Pat
 
 
 def test_what_a_kill_left_of_the_split_log_is_made_anew(scorer: Scorer, log: Path, out: Path) -> None:
-    """A finished job was killed while it removed the split log, and a part was deleted later."""
+    """A finished run was killed while it removed the split log, and a part was deleted later."""
     before = written(out)
     (out / ".split").mkdir()
     (out / ".split" / "part-00004.arrow").write_text("")

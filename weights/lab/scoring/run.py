@@ -1,6 +1,6 @@
-"""Scores a log that need not fit into memory: split by user, one partition at a time. A job that was killed goes on where it stopped.
+"""Scores a log that need not fit into memory: split by user, one partition at a time. A run that was killed goes on where it stopped.
 
-`OUT/part-00000.parquet …` are scores, each renamed into place when complete. `OUT/job.json` says which job they are of.
+`OUT/part-00000.parquet …` are scores, each renamed into place when complete. `OUT/run.json` says which run they are of.
 `OUT/.split` holds the split log until all of it is scored.
 """
 
@@ -37,12 +37,12 @@ Progress = Callable[[str, int, int], object]
 """Called with the current activity, rows done and total rows."""
 
 
-class JobError(ValueError):
-    """The output directory belongs to another job or holds something else; the message says what differs."""
+class RunError(ValueError):
+    """The output directory belongs to another run or holds something else; the message says what differs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Run:
     """Everything that determines the output's bytes. `log`: path, size in bytes and modification time of each file."""
 
     log: list[tuple[str, int, int]]
@@ -65,7 +65,7 @@ def score_log(
     the log's rows.
 
     `partitions` 0: enough to keep each near PARTITION_ROWS. Parts that a killed run finished are kept.
-    Raises LogError, EngineError, JobError if `out` holds something else, or BlockingIOError if another process writes there.
+    Raises LogError, EngineError, RunError if `out` holds something else, or BlockingIOError if another process writes there.
     """
     if open_contexts(log):
         raise LogError(
@@ -76,7 +76,7 @@ def score_log(
     rows = source.count_rows()
     if not rows:
         raise LogError(f"{log} holds no impressions")
-    job = Job(
+    run = Run(
         files_of(source),
         rows,
         partitions or min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS)),
@@ -84,12 +84,12 @@ def score_log(
         scorer.schema.names,
         scorer.manifest.digest,
     )
-    parts, split = [out / f"part-{number:05}.parquet" for number in range(job.partitions)], out / ".split"
+    parts, split = [out / f"part-{number:05}.parquet" for number in range(run.partitions)], out / ".split"
     with alone_in(out), _given_back(out, parts):
-        _claim(out, job)
+        _claim(out, run)
         todo = {part: split / f"{part.stem}.arrow" for part in parts if not part.exists()}
         if not all(piece.exists() for piece in todo.values()):
-            _split(source, split, job, scorer.manifest, progress)
+            _split(source, split, run, scorer.manifest, progress)
         tables = {part: _read(piece) for part, piece in todo.items()}  # mapped, not read
         done = rows - sum(map(len, tables.values()))
         for part, table in tables.items():
@@ -120,57 +120,57 @@ def _beyond(progress: Progress, before: int, rows: int) -> Callable[[int], None]
 
 @contextmanager
 def _given_back(out: Path, parts: list[Path]) -> Iterator[None]:
-    """Remove what the job wrote to `out` if the log is refused before a part is finished: then the mended log can be scored there."""
+    """Remove what the run wrote to `out` if the log is refused before a part is finished: then the mended log can be scored there."""
     try:
         yield
     except LogError:
         if not any(part.exists() for part in parts):
             for left in (out / ".split", out / ".split.new"):
                 shutil.rmtree(left, ignore_errors=True)
-            (out / "job.json").unlink(missing_ok=True)
+            (out / "run.json").unlink(missing_ok=True)
             with suppress(OSError):
                 out.rmdir()
         raise
 
 
-def _claim(out: Path, job: Job) -> None:
-    """Write the job description to `out`, or check that it is already there. Raises JobError."""
-    description, file = json.loads(json.dumps(asdict(job))), out / "job.json"
+def _claim(out: Path, run: Run) -> None:
+    """Write the description of the run to `out`, or check that it is already there. Raises RunError."""
+    description, file = json.loads(json.dumps(asdict(run))), out / "run.json"
     if not file.exists():
-        if {path.name for path in out.iterdir()} - {"job.new"}:  # that of a killed run
-            raise JobError(f"{out} holds something else: choose another place")
+        if {path.name for path in out.iterdir()} - {"run.new"}:  # that of a killed run
+            raise RunError(f"{out} holds something else: choose another place")
         write_whole(file, lambda new: new.write_text(json.dumps(description, indent=1)))
     try:
         written: Any = json.loads(file.read_bytes())
     except ValueError:
         written = None
     if not isinstance(written, dict):
-        raise JobError(f"{out} holds something else: choose another place")
+        raise RunError(f"{out} holds something else: choose another place")
     if differing := [name for name in description if written.get(name) != description[name]]:
-        raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
+        raise RunError(f"{out} belongs to another run ({', '.join(differing)} differ): choose another place")
 
 
-def _split(source: Table, split: Path, job: Job, manifest: Manifest, progress: Progress) -> None:
+def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: Progress) -> None:
     """Check the values of the log, and write the rows of each user to one file. After a kill, the next run starts this again."""
     unfinished = split.with_name(".split.new")
     for left in (unfinished, split):
         shutil.rmtree(left, ignore_errors=True)
     unfinished.mkdir()
-    files = [unfinished / f"part-{number:05}.arrow" for number in range(job.partitions)]
+    files = [unfinished / f"part-{number:05}.arrow" for number in range(run.partitions)]
     writers = [pa.ipc.new_file(file, source.schema) for file in files]
     done = 0
     for table in tables_of(source, ROUND_ROWS):
-        where = partition_of(_checked(table, source, done, manifest), job.partitions)
+        where = partition_of(_checked(table, source, done, manifest), run.partitions)
         order = np.argsort(where, kind="stable")
-        sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(job.partitions + 1))
+        sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(run.partitions + 1))
         for writer, first, last in zip(writers, edges[:-1], edges[1:], strict=True):
             if last > first:
                 writer.write_table(sorted_table.slice(first, last - first))
         done += len(table)
-        progress("Splitting by user", done, job.rows)
+        progress("Splitting by user", done, run.rows)
     for writer in writers:
         writer.close()
-    check_unchanged(source, job.log)
+    check_unchanged(source, run.log)
     name_whole(unfinished, split)
 
 
