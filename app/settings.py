@@ -542,7 +542,8 @@ def load_settings(
     """
     names_by_flag = {_flag(name): name for name in names()}
     groups = {flag.partition(".")[0] for flag in names_by_flag}
-    config, flags = _config_of([_dashed(flag) for flag in argv])
+    environ = os.environ if environ is None else environ
+    config, flags = config_of(argv, environ)
     if {"--help", "-h"} & {*flags}:
         from app.settings_help import print_help
 
@@ -555,12 +556,10 @@ def load_settings(
                 f"{flag_name} is not a setting; the nearest one is {_nearest(flag_name, names_by_flag)}, "
                 "and --help lists them all"
             )
-    environ = os.environ if environ is None else environ
     _refuse_unknown(environ, [*names_by_flag.values(), CONFIG])
     for name, value in environ.items():
         if name.upper() == f"{PREFIX}AUTH__KEYS" and (problem := problem_of_keys(value)):
             raise SettingsProblem(f"{PREFIX}AUTH__KEYS: {problem}")
-    config = config or environ.get(CONFIG, "")
     kind = _with_file(_read_config(Path(config))) if config else Settings
     try:
         settings = kind(_cli_parse_args=flags, _cli_prog_name=program)  # type: ignore[call-arg]  # of BaseSettings
@@ -590,8 +589,12 @@ def problem_of(checkpoint: Path) -> str:
         return f"cannot be read: {error.strerror}"
 
 
-def _config_of(flags: Sequence[str]) -> tuple[str, list[str]]:
-    """The file that `--config FILE` or `--config=FILE` names, empty without one, and the other flags."""
+def config_of(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The file that `--config FILE` or `--config=FILE` names, else RANKER_CONFIG, empty without one; and the other arguments, dashed.
+
+    Raises SettingsProblem for `--config` without a file.
+    """
+    flags = [_dashed(flag) for flag in arguments]
     others = list(flags)
     for place, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
@@ -600,7 +603,7 @@ def _config_of(flags: Sequence[str]) -> tuple[str, list[str]]:
                 raise SettingsProblem("--config needs a file")
             others[place : place + (1 if equals else 2)] = []
             return value if equals else flags[place + 1], others
-    return "", others
+    return environ.get(CONFIG, ""), others
 
 
 def _read_config(path: Path) -> dict[str, Any]:

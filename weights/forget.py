@@ -17,11 +17,13 @@ import pyarrow.parquet as pq
 
 from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, check_format
 
+OPEN_PARTS = f"date=*/*{OPEN_SUFFIX}"
+
 
 @dataclass
 class Forgotten:
     """What was removed: `rankings`, from `rewritten` and wholly `removed` parts. `parts`: all that were read. `open_parts`: being written
-    by a service, so not looked at. `problems`: sentences about files that could not be read or written."""
+    by a service, at the beginning or at the end, so not looked at. `problems`: sentences about files that could not be read or written."""
 
     parts: int = 0
     rewritten: int = 0
@@ -42,7 +44,11 @@ def forget_users(
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is no directory")
     users = pa.array(sorted(user_ids), pa.uint64())
+    open_before = {
+        *directory.glob(OPEN_PARTS)
+    }  # looked for first: one that is closed meanwhile is then in neither list
     parts, result = sorted(directory.glob(PARTS)), Forgotten()
+    open_before -= {path.with_name(path.name.removesuffix(SUFFIX) + OPEN_SUFFIX) for path in parts}
     for done, path in enumerate(parts):
         update(done, len(parts))
         try:
@@ -53,7 +59,7 @@ def forget_users(
             result.problems.append(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}")
         except (OSError, ValueError) as error:
             result.problems.append(str(error))
-    result.open_parts = len([*directory.glob(f"date=*/*{OPEN_SUFFIX}")])
+    result.open_parts = len(open_before | {*directory.glob(OPEN_PARTS)})
     return result
 
 

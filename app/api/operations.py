@@ -27,6 +27,7 @@ from app.telemetry.metrics import CONTENT_TYPE
 DISTRIBUTION = "phoenix-ranking-server"
 PROBE_RETRY_SECONDS = 2.0
 SCRAPE_SHARE = 0.05  # of the event loop, for callers who scrape as fast as they can
+MOST_REST_SECONDS = 1.0  # between two scrapes
 PRIVATE = ("auth", "admin", "checkpoint", "retrieval")  # settings with keys and paths
 PATH = re.compile(r"(?<![\w.…])~?/[^\s'\"`,;:)]+")
 NOT_NOW = problems_of(NotReady, Draining, EngineDown)
@@ -238,7 +239,8 @@ def _retrieval(ranker: RankingService, state: CorpusState) -> dict[str, Any]:
 
 class Scrapes:
     """Makes one scrape at a time. Callers that ask before it begins share it, so none gets an older one; then the event loop rests from
-    scrapes, so that they take no more than `SCRAPE_SHARE` of it."""
+    scrapes, so that they take no more than `SCRAPE_SHARE` of it, for at most `MOST_REST_SECONDS`. What a scrape waits for other processes
+    does not count."""
 
     def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
         self._make = make
@@ -255,9 +257,9 @@ class Scrapes:
     async def _run(self) -> bytes:
         async with self._render_lock:
             await asyncio.sleep(self._free_at - time.monotonic())
-            self._next, began = None, time.monotonic()
+            self._next, began = None, time.thread_time()
             try:
                 return await self._make()
             finally:
-                now = time.monotonic()
-                self._free_at = now + (now - began) / SCRAPE_SHARE
+                rest = (time.thread_time() - began) / SCRAPE_SHARE
+                self._free_at = time.monotonic() + min(rest, MOST_REST_SECONDS)

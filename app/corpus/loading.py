@@ -44,7 +44,8 @@ class LoadedCorpus:
         """Encode and index the new posts and write the changes, as one that is then on the disk but not yet served.
 
         Returns the arguments of `RetrievalEngine.change`, to be called next. Runs in any thread, one call at a time. `position` is that of
-        the last change in its feed. Raises CheckpointError or EngineError; nothing has changed then.
+        the last change in its feed; if empty, the changes come from elsewhere, and the corpus stays where it was in a feed. Raises
+        CheckpointError or EngineError; nothing has changed then.
         """
         has_texts = self.served.corpus.ids == "text"
         if any(bool(one.delete_texts or one.upsert.texts) != has_texts for one in changes):
@@ -53,7 +54,9 @@ class LoadedCorpus:
         for one in changes:
             mark = mark_after(mark, one)
         merged = changes[0] if len(changes) == 1 else PostChange.merged(changes)
-        change = Change(merged.delete, self._encoded(merged), mark._replace(position=position), merged.delete_texts)
+        change = Change(
+            merged.delete, self._encoded(merged), mark._replace(position=position or mark.position), merged.delete_texts
+        )
         added = self.engine.prepare(change)
         if self.changed_file():
             raise NotStored(

@@ -51,7 +51,13 @@ class Searches:
         self.metrics = metrics
         self.places: Places[SearchJob] = Places(admission, metrics, metrics.record_waits)
         self.versions: Versions[SearchJob] = Versions(
-            batching, self.places.batch_done, clock, settings.reload.timeout_seconds, self._runner, RETRIEVAL_THREAD
+            batching,
+            self.places.batch_done,
+            clock,
+            settings.reload.timeout_seconds,
+            self._runner,
+            RETRIEVAL_THREAD,
+            discard=lambda loaded: loaded.changes.close(),  # lets go of the directory
         )
         self.feed: FeedReader | None = None
         """The source of changes; with one, `change` is refused."""

@@ -29,12 +29,13 @@ import msgspec
 import structlog
 
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE, SAME_SIGNAL_SECONDS
-from app.settings import Settings
+from app.settings import Settings, config_of
 from app.telemetry import logs
 
 PREFIX, SOCKET = "ranker-", "engine"  # of the directory for temporary files, and in it the engine process's socket
 PATHS_FILE = "loaded.json"  # beside the socket: what a reload loaded last
-LEFT_FILES = {SOCKET, PATHS_FILE, "loaded.partial"}
+CONFIG_FILE = "settings.toml"  # beside the socket: the file of settings as it was at the start
+LEFT_FILES = {SOCKET, PATHS_FILE, "loaded.partial", CONFIG_FILE}
 VARIABLE = "_RANKER_ROLE"  # not a setting: nobody sets it by hand
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.05
@@ -277,12 +278,24 @@ def run(settings: Settings, arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as at_end:
         try:
             folder = at_end.enter_context(directory())
+            arguments = with_copied_config(arguments, folder)
         except OSError as error:
             log.error("fatal", reason=f"no directory for temporary files can be used: {error.strerror}")
             return EXIT_START
         code = Parent(settings, arguments, sockets, folder).run()
     logs.drain()
     return code
+
+
+def with_copied_config(arguments: Sequence[str], folder: int) -> Sequence[str]:
+    """The arguments, with a copy of the file of settings in this directory in place of it: whoever edits the file meanwhile, a process that
+    is started again has the settings of the others. Raises OSError, SettingsProblem."""
+    config, others = config_of(arguments, os.environ)
+    if not config:
+        return arguments
+    copy = f"/proc/self/fd/{folder}/{CONFIG_FILE}"
+    shutil.copyfile(config, copy)
+    return ["--config", copy, *others]
 
 
 @contextlib.contextmanager

@@ -132,10 +132,11 @@ class EngineThread:
         """Free the engine after the work handed over so far; `closed` is done then."""
         self._work.put(None)
 
-    def abandon(self) -> None:
-        """Give the load up: it ends at its next step, and whatever it has made is freed."""
+    def abandon(self, discard: Callable[[Any], None]) -> None:
+        """Give the load up: it ends at its next step, and whatever it has made is freed. `discard` gets what it loaded all the same."""
         self.steps.stop()
-        self.ready.add_done_callback(lambda ready: ready.exception())  # else asyncio logs it as never retrieved
+        # asked for its exception, else asyncio logs it as never retrieved
+        self.ready.add_done_callback(lambda ready: None if ready.exception() else discard(ready.result()))
         self.close()
 
     def _main(self) -> None:

@@ -30,8 +30,10 @@ class Versions(Generic[J]):
         load_seconds: float,
         make_runner: MakeRunner = rank_runner,
         thread_name: str = ENGINE_THREAD,
+        discard: Callable[[Any], None] = lambda model: None,
     ) -> None:
-        """`batch_done` is called with a report after each forward. A load that takes longer than `load_seconds` is given up."""
+        """`batch_done` is called with a report after each forward. A load that takes longer than `load_seconds` is given up; `discard` gets
+        what it loaded all the same."""
         self.current: Scheduler[J] | None = None
         self._batching = batching
         self._batch_done = batch_done
@@ -39,6 +41,7 @@ class Versions(Generic[J]):
         self._load_seconds = load_seconds
         self._make_runner = make_runner
         self._thread_name = thread_name
+        self._discard = discard
         self.schedulers: dict[Any, Scheduler[J]] = {}
         """By what they serve: the one that serves new requests, and those that finish theirs. The oldest comes first."""
         self._loading: EngineThread | None = None  # also one that was given up, while others wait for its end
@@ -61,7 +64,8 @@ class Versions(Generic[J]):
             async with asyncio.timeout(self._load_seconds):
                 await asyncio.wait([thread.ready])
         except (asyncio.CancelledError, TimeoutError) as end:
-            thread.abandon()
+            thread.abandon(self._discard)
+            thread.closed.add_done_callback(lambda _: self._ended(thread))
             self._waited_for_until = self._clock() + self._load_seconds
             if isinstance(end, TimeoutError):
                 raise EngineError(f"the checkpoint was not loaded within {self._load_seconds:g} s") from None
@@ -70,6 +74,10 @@ class Versions(Generic[J]):
         model = thread.ready.result()
         runner = self._make_runner(thread, loop, self._clock)
         return Scheduler(model, runner, self._batching, self._clock, self._batch_done, self._lost.put_nowait)
+
+    def _ended(self, thread: EngineThread) -> None:
+        if self._loading is thread:
+            self._loading = None  # and with it what was loaded
 
     def install(self, scheduler: Scheduler[J]) -> None:
         """Serve new requests with this scheduler. The previous one is freed when its last request is answered."""

@@ -84,7 +84,7 @@ class Part:
         size: int = self._file.tell()
         self._file.close()
         os.fsync(self._descriptor)
-        os.close(self._descriptor)
+        self._close_descriptor()
         os.rename(self.open_path, self.path)
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -99,9 +99,15 @@ class Part:
         with suppress(OSError):
             self._file.close()
         with suppress(OSError):
-            os.close(self._descriptor)
+            self._close_descriptor()
         with suppress(OSError):
             self.open_path.unlink()
+
+    def _close_descriptor(self) -> None:
+        """Close it once: its number may by then be that of another file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _write(self) -> None:
         if self._waiting:

@@ -26,6 +26,7 @@ from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME
 
 MAX_NAME_LENGTH = 512
+AGAIN_SECONDS = 0.5  # before a reload that another load kept out is tried again
 
 log = structlog.get_logger("app.service.reload")
 
@@ -233,17 +234,28 @@ class Reloader:
         return [_identity(path) for path in self.retrieval if path is not None]
 
     async def _reload_everything(self) -> None:
-        while self._under_way:
+        while True:  # the first load, too, may have read what was replaced since
             await self._idle.wait()
+            if self._versions.current is not None:
+                break
+            await asyncio.sleep(AGAIN_SECONDS)
         self._is_due = False
-        await _try(self.reload())
+        await _until_tried(self.reload)
         if None not in self.retrieval:
-            await _try(self.reload_corpus())
+            await _until_tried(self.reload_corpus)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _until_tried(reload: Callable[[], Awaitable[object]]) -> None:
+    """Run a reload once no other keeps it out."""
+    while True:
+        if await _try(reload()):
+            return
+        await asyncio.sleep(AGAIN_SECONDS)
 
 
 async def _try(reload: Awaitable[object]) -> bool:

@@ -200,7 +200,10 @@ async def test_one_scrape_runs_at_a_time_and_waiting_callers_share_it() -> None:
         begun, running = begun + 1, running + 1
         assert running == 1
         number = b"%d" % begun
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.001)
+        computed = time.thread_time() + 0.005
+        while time.thread_time() < computed:
+            pass
         running -= 1
         if begun == 3:
             raise OSError("planted")
@@ -224,6 +227,27 @@ async def test_one_scrape_runs_at_a_time_and_waiting_callers_share_it() -> None:
     await asyncio.sleep(0)
     gone.cancel()
     assert await stays == b"5"
+
+
+async def test_the_next_scrape_waits_for_what_the_last_computed_alone() -> None:
+    """Not for the time in which another process did not answer, and never for long."""
+
+    async def make() -> bytes:
+        await asyncio.sleep(0.3)
+        return b""
+
+    async def compute() -> bytes:
+        computed = time.thread_time() + 2 * SCRAPE_SHARE
+        while time.thread_time() < computed:
+            pass
+        return b""
+
+    for scrape, most in ((make, 0.3 + 0.5), (compute, 2 * SCRAPE_SHARE + 1.5)):
+        scrapes, began = Scrapes(scrape), time.monotonic()
+        await scrapes.get()
+        first = time.monotonic() - began
+        await scrapes.get()
+        assert time.monotonic() - began - first < most
 
 
 def test_constant_scrapes_take_a_small_share_of_the_loop() -> None:

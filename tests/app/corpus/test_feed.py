@@ -296,6 +296,21 @@ async def test_a_post_that_is_deleted_in_the_stream_is_found_nowhere(tmp_path: P
 
 
 @needs_redis
+async def test_a_change_without_the_feed_leaves_its_position(tmp_path: Path, redis: RedisServer) -> None:
+    """Else the whole stream would be read again, and posts that it deletes later would come back meanwhile."""
+    async with running(settings_of(tmp_path, feed=redis.address())) as searches:
+        last = write(redis, upsert(900), {"delete": [900]})
+        await at(searches, last)
+    async with running(settings_of(tmp_path)) as alone:
+        state = await alone.change(change([2], []))
+        assert (state.mark.sequence, state.mark.position) == (3, last)
+    async with running(settings_of(tmp_path, feed=redis.address())) as again:
+        state = await at(again, write(redis, upsert(901)))
+        assert state.mark.sequence == 4, "each entry once"
+        assert {901} == {2, 900, 901} & await ids_of(again)
+
+
+@needs_redis
 async def test_an_unreadable_entry_is_counted_saved_and_stops_nobody(tmp_path: Path, redis: RedisServer) -> None:
     bad = {
         "{": "truncated",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -288,6 +290,39 @@ async def test_a_failed_swap_changes_nothing_and_two_never_overlap(tmp_path: Pat
         both = await asyncio.gather(searches.swap(*paths), searches.swap(*paths), return_exceptions=True)
         assert [isinstance(one, ReloadInProgress) for one in both] == [False, True]
         assert not {1, 2} & await ids_of(searches)
+
+
+async def test_a_swap_that_was_given_up_lets_go_of_its_directory(tmp_path: Path) -> None:
+    settings, go_on = settings_of(tmp_path), threading.Event()
+    corpora.written(tmp_path, version="v2")
+    load = corpus_loader(settings)
+    made: list[weakref.ref[LoadedCorpus]] = []
+
+    def slow_second(checkpoint: Path, corpus: Path, serving: LoadedCorpus | None) -> LoadedCorpus:
+        loaded = load(checkpoint, corpus, serving)
+        if serving is not None and not made:
+            made.append(weakref.ref(loaded.engine))  # type: ignore[arg-type]
+            assert go_on.wait(10)
+        return loaded
+
+    async with running(settings, slow_second) as searches:
+        swap = asyncio.ensure_future(searches.swap(tmp_path / "towers-v2", tmp_path / "corpus-v2"))
+        await until(lambda: bool(made))
+        swap.cancel()  # whoever asked for it has gone
+        await asyncio.gather(swap, return_exceptions=True)
+        del swap  # its error holds the frames
+        go_on.set()
+        manifest = load_manifest(tmp_path / "towers-v2")
+
+        def is_free() -> bool:
+            with suppress(NotStored):
+                load_changed(tmp_path / "corpus-v2", manifest)[1].close()
+                return True
+            return False
+
+        await until(is_free)
+        await until(lambda: gc.collect() >= 0 and made[0]() is None)  # nor does it keep its memory
+        await searches.swap(tmp_path / "towers-v2", tmp_path / "corpus-v2")
 
 
 async def test_a_corpus_may_come_later(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.main import create_app
-from app.processes.parent import directory
-from app.settings import Retrieval, Settings
+from app.processes.parent import directory, with_copied_config
+from app.settings import Retrieval, Settings, load_settings
 from loadtest.machine import ROOT
 from loadtest.server import DEMO, POSTS, TOWERS, Server, example, free_port, serving, wait_until
 from tests.app.api.live import head
@@ -316,6 +316,24 @@ def test_what_a_killed_parent_left_is_removed_at_the_next_start(
             assert first.exists()
             assert len([*tmp_path.iterdir()]) == 3
     assert [*tmp_path.iterdir()] == [foreign]
+
+
+def test_processes_started_again_have_the_settings_of_the_first(tmp_path: Path) -> None:
+    """Somebody edits the file for the next restart."""
+    config, copies = tmp_path / "settings.toml", tmp_path / "copies"
+    config.write_text("workers = 2\n")
+    copies.mkdir()
+    folder = os.open(copies, os.O_RDONLY)
+    try:
+        for given in (["--config", str(config)], [f"--config={config}"]):
+            arguments = with_copied_config(["--port", "8100", *given], folder)
+            config.write_text("workers = what\n")
+            settings = load_settings(arguments)
+            assert (settings.workers, settings.port) == (2, 8100)
+            config.write_text("workers = 2\n")
+        assert with_copied_config(["--port", "8100"], folder) == ["--port", "8100"]
+    finally:
+        os.close(folder)
 
 
 def test_a_taken_address_ends_several_processes_with_3() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from app.served.parts import Part
 from app.service.local import LocalService
 from app.settings import Served
 from loadtest.generate.tensors import inference_of, masked
@@ -30,7 +31,7 @@ from tests.support.bodies import good
 from tests.support.fakes import ACTIONS, FakeEngine, fake_loader
 from tests.support.parts import bits, by_name, rankings_of
 from tests.support.rankers import figure
-from weights.served import PARTS, ServedRanking
+from weights.served import PARTS, ServedRanking, schema
 from weights.text_ids import text_id
 
 INFER = "/v2/models/fake/infer"
@@ -282,6 +283,18 @@ def test_a_directory_that_goes_away_and_comes_back_is_used_again(tmp_path: Path)
         (tmp_path / "gone").rename(tmp_path / "disk")
         post(client, "/rank", good(request_id="after"))
     assert sorted(by_name(tmp_path / "disk/log")) == ["after", "before"]
+
+
+def test_a_part_that_cannot_be_named_closes_nobody_elses_file(tmp_path: Path) -> None:
+    part = Part(tmp_path, 20_000, schema(), time.time(), lambda batch: None)
+    part.path.mkdir()  # a file cannot take the place of a directory
+    with pytest.raises(OSError, match="directory"):
+        part.close()
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]  # one of them has the number of the part's file
+    part.abandon()
+    for other in others:
+        os.close(other)
+    assert not part.open_path.exists()
 
 
 def test_a_disk_that_hangs_costs_rankings_beyond_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

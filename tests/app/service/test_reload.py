@@ -473,3 +473,38 @@ async def test_a_signal_during_a_reload_reads_again_after_it(tmp_path: Path) -> 
         place.go_on.set()
         await until(lambda: ranker.model().manifest.version == "v3")
         assert reloads(ranker) == {"success": 2}
+
+
+async def test_a_signal_during_the_first_load_reads_again_after_it(tmp_path: Path) -> None:
+    place, go_on = Place(tmp_path), threading.Event()
+
+    def slow(path: Path, steps: Steps) -> LoadedModel:
+        loaded = place.load(path, steps)
+        assert go_on.wait(10)
+        return loaded
+
+    ranker = create(load=slow, checkpoint=place.path)
+    ranker.start()
+    await until(lambda: place.loads == ["v1"])
+    place.point("v2")
+    ranker.reloads.reload_soon()
+    await asyncio.sleep(0.05)
+    go_on.set()
+    await until(lambda: ranker.model().manifest.version == "v2" if place.loads == ["v1", "v2"] else False)
+    await until(lambda: reloads(ranker) == {"success": 1})
+    await ranker.stop(1.0)
+
+
+async def test_a_signal_while_a_load_was_given_up_reads_again_after_it(tmp_path: Path) -> None:
+    place = SlowPlace(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+        place.point("v2")
+        other = asyncio.create_task(ranker.reloads.reload())
+        await asyncio.to_thread(place.begun.wait, 10)
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        place.point("v3")
+        ranker.reloads.reload_soon()
+        await asyncio.sleep(0.05)
+        place.go_on.set()
+        await until(lambda: ranker.model().manifest.version == "v3")

@@ -11,6 +11,7 @@ import pytest
 from tests.support.parts import bits, rankings_of
 from tests.weights.call import run
 from tests.weights.test_served import ranking, write
+from weights.forget import forget_users
 from weights.text_ids import text_id
 
 DAY = "date=2026-11-28"
@@ -44,6 +45,20 @@ def test_a_user_is_removed_and_others_keep_every_bit(log: Path) -> None:
         assert bits(row.scores) == bits(before[name].scores)
     assert sorted(path.name for path in (log / DAY).iterdir()) == ["0.parquet", "1.parquet", "3.parquet"]
     assert (log / DAY / "0.parquet").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_part_that_is_closed_meanwhile_is_told(log: Path) -> None:
+    """It is in no list of parts, and holds a ranking of the user."""
+    is_open = log / DAY / "4.parquet.open"
+    write(is_open, [ranking(50, user=1)])
+
+    def close(done: int, parts: int) -> None:
+        if is_open.exists():
+            is_open.rename(log / DAY / "4.parquet")
+
+    result = forget_users(log, [1], close)
+    assert (result.parts, result.open_parts) == (4, 1)
+    assert forget_users(log, [1]).open_parts == 0
 
 
 def test_several_users_and_users_who_are_not_there(log: Path) -> None:
