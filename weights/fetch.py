@@ -57,10 +57,31 @@ def fetch(
                     if content is not None:
                         write_file(partial / name, content)
                 write_file(partial / MANIFEST_NAME, raw)
-        if type(manifest).from_json((target / MANIFEST_NAME).read_bytes()).digest != manifest.digest:
+        elif _digest_at(target, manifest) == manifest.digest:
+            _check_files(target, manifest)
+        if _digest_at(target, manifest) != manifest.digest:
             raise CheckpointError("a different one with this name and version is already there")
         point(out / link, target.name)
     return target, manifest
+
+
+def _digest_at(target: Path, manifest: Manifest | CorpusManifest) -> str:
+    """The digest of the manifest that is there, which is of the same kind."""
+    return type(manifest).from_json((target / MANIFEST_NAME).read_bytes()).digest
+
+
+def _check_files(target: Path, manifest: Manifest | CorpusManifest) -> None:
+    """Raises CheckpointError if a file of a copy is not what the manifest says."""
+    for name, entry in manifest.files.items():
+        try:
+            with (target / name).open("rb") as file:
+                is_right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+        except FileNotFoundError:
+            is_right = False
+        if not is_right:
+            raise CheckpointError(
+                f"the copy that is already there is damaged, remove it: {name} is not what the manifest says"
+            )
 
 
 @contextmanager

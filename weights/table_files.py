@@ -7,6 +7,7 @@ gzip or zstd. The columns are checked by `weights.tables`.
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +17,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import msgspec
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.fs
@@ -38,8 +38,12 @@ SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 """What often separates the values of a text that is called CSV."""
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
 LINES_AT_ONCE = 4096
+CODES = "codes"
+"""A column of lists, which CSV cannot hold: where all are null, it stays null."""
 OURS = b"phoenix_ranker."
 """How the keys of the metadata begin that say something about a table; others say who wrote it."""
+SHORT_FLOATS = (pa.float16(), pa.float32())
+"""They cannot hold every time."""
 BATCH_ROWS = 65_536
 BLOCK_BYTES = 2**20
 """How much text is parsed at a time, at least the longest line. The first block tells the columns and their types."""
@@ -189,7 +193,8 @@ def _common_type(one: pa.DataType, other: pa.DataType, declared: pa.DataType | N
     if kinds.is_null(one):
         return other
     if kinds.is_list(one) and kinds.is_list(other):
-        inner = _common_type(one.value_type, other.value_type, declared)
+        declared_inner = declared.value_type if declared is not None and kinds.is_list(declared) else declared
+        inner = _common_type(one.value_type, other.value_type, declared_inner)
         return None if inner is None else pa.list_(inner)
     both = (one, other)
     numbers = [kind for kind in both if kinds.is_integer(kind) or kinds.is_floating(kind)]
@@ -199,8 +204,9 @@ def _common_type(one: pa.DataType, other: pa.DataType, declared: pa.DataType | N
         return None
     if all(map(kinds.is_integer, both)):
         return pa.uint64() if any(map(kinds.is_unsigned_integer, both)) else pa.int64()
+    is_rounded = declared is not None and kinds.is_integer(declared) and any(kind in SHORT_FLOATS for kind in both)
     is_id = declared == pa.uint64() and any(map(kinds.is_integer, both))  # a float cannot hold every id
-    return None if is_id else pa.float64()
+    return None if is_id or is_rounded else pa.float64()
 
 
 def _names_problem(names: list[str]) -> str:
@@ -417,7 +423,7 @@ def _json_lines(
                 schema = _schema_of_lines(filesystem, path, columns)
             lacking = [pa.field(name, columns[name]) for name in may_lack or () if name not in schema.names]
             first = pa.schema([*(_declared(one, columns) for one in schema), *lacking])
-        except (pa.ArrowException, msgspec.DecodeError):
+        except (pa.ArrowException, ValueError, AttributeError):
             declared = pa.schema(list(columns.items()))
             _check_lines(filesystem, path, pyarrow.json.ParseOptions(declared, unexpected_field_behavior="infer"))
             raise
@@ -437,12 +443,12 @@ def _json_lines(
 
 
 def _schema_of_lines(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType]) -> pa.Schema:
-    """The types of these columns in the first lines, whatever is in other columns there. Raises msgspec.DecodeError, pa.ArrowException."""
+    """The types of these columns in the first lines, whatever is in other columns there. Raises ValueError, pa.ArrowException."""
     with _stream(filesystem, path) as opened:
         lines = io.TextIOWrapper(opened, encoding="utf-8-sig").readlines(BLOCK_BYTES)
-    rows = [msgspec.json.decode(line, type=dict[str, msgspec.Raw]) for line in lines if line.strip()]
-    kept = [msgspec.json.encode({name: row[name] for name in columns if name in row}) for row in rows]
-    return pyarrow.json.read_json(io.BytesIO(b"\n".join(kept))).schema if kept else pa.schema([])
+    rows = [json.loads(line) for line in lines if line.strip()]
+    kept = [json.dumps({name: row[name] for name in columns if name in row}) for row in rows]
+    return pyarrow.json.read_json(io.BytesIO("\n".join(kept).encode())).schema if kept else pa.schema([])
 
 
 def _check_first_line(filesystem: pa.fs.FileSystem, path: str, schema: pa.Schema) -> None:
@@ -450,7 +456,7 @@ def _check_first_line(filesystem: pa.fs.FileSystem, path: str, schema: pa.Schema
     with _stream(filesystem, path) as opened:
         lines = io.TextIOWrapper(opened, encoding="utf-8-sig")  # some editors begin a file with a mark
         line = next((line for line in lines if line.strip()), "{}")
-    fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    fields = json.loads(line)
     if lost := set(schema.names) - set(fields):
         raise LogError(
             f"{path}, line 1: lacks the fields {', '.join(sorted(lost))}, which other lines have: write every column in every row"
@@ -471,6 +477,7 @@ def _csv(
     reading = pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
     open_csv = partial(pyarrow.csv.open_csv, read_options=reading)
     with _csv_rows_named(path, []), open_csv(_stream(filesystem, path)) as reader:
+        all_names = reader.schema.names  # pyarrow numbers these in what it says
         fields = [one for one in reader.schema if may_lack is None or one.name in columns]
         schema = pa.schema([one.with_type(_csv_type(one, columns)) for one in fields])
     types = {one.name: one.type for one in schema} | {one.name: one.type for one in first or ()}
@@ -480,7 +487,7 @@ def _csv(
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
         with (
-            _csv_rows_named(path, schema.names),
+            _csv_rows_named(path, all_names),
             open_csv(_stream(filesystem, path), convert_options=strict) as reader,
         ):
             yield from reader
@@ -518,7 +525,9 @@ def _csv_type(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.DataType:
             if texts or (kinds.is_temporal(one.type) and not kinds.is_string(columns[one.name]))
             else columns[one.name]
         )
-    return pa.bool_() if kinds.is_null(one.type) else one.type
+    if kinds.is_null(one.type):
+        return one.type if one.name == CODES else pa.bool_()
+    return one.type
 
 
 def _declared(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
@@ -527,9 +536,14 @@ def _declared(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
     A field that is not declared, such as an action's, and has nothing but nulls so far says yes or no. Lists that are all empty so far are
     of integers, as content codes are.
     """
-    kinds, wish = pa.types, columns.get(one.name, pa.bool_() if pa.types.is_null(one.type) else one.type)
+    kinds, undeclared = pa.types, pa.list_(pa.int64()) if one.name == CODES else pa.bool_()
+    wish = columns.get(one.name, undeclared if kinds.is_null(one.type) else one.type)
     if kinds.is_list(wish) and kinds.is_null(wish.value_type):
         return one.with_type(pa.list_(pa.int64()))
+    if kinds.is_list(wish) and kinds.is_list(one.type):
+        inner = one.type.value_type
+        is_number = kinds.is_integer(inner) or kinds.is_floating(inner) or kinds.is_null(inner)
+        return one.with_type(wish) if is_number else one
     if kinds.is_string(wish):
         fits = kinds.is_temporal(one.type)  # "2026-11-25" is a text
     else:

@@ -17,7 +17,7 @@ from tests.weights.call import call
 from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
 from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError
-from weights.fetch import fetch
+from weights.fetch import fetch, point
 
 DEMO = Path("weights/demo")
 
@@ -78,6 +78,17 @@ def test_what_is_there_is_not_copied_again(tmp_path: Path) -> None:
     (tmp_path / "current").unlink()
     fetch(str(DEMO), tmp_path, "current")
     assert (tmp_path / "current" / "manifest.json").stat().st_ino == before
+
+
+def test_a_damaged_copy_that_is_there_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    copy, manifest = fetch(str(DEMO), out, "current")
+    point(out / "current", "elsewhere")
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"), Path.unlink):
+        damage(copy / next(iter(manifest.files)))
+        with pytest.raises(CheckpointError, match="the copy that is already there is damaged"):
+            fetch(str(DEMO), out, "current")
+        assert os.readlink(out / "current") == "elsewhere"
 
 
 def test_of_two_fetches_at_once_the_first_stays_and_both_succeed(tmp_path: Path) -> None:

@@ -193,6 +193,10 @@ def test_days_whose_types_lose_something_are_refused(turned: bool, tmp_path: Pat
 
     said = refusal("floats", "user_id", pa.array([1, 2], pa.uint64()), pa.array([2.0**60, 2.0**60 + 256]))
     assert re.search(r"day-1\.parquet: column user_id holds (double|uint64), and that of .*day-0\.parquet", said)
+    said = refusal(
+        "times", "impression_ts", pa.array([1_700_000_000, 1_700_000_001]), pa.array([1.7e9, 1.7e9], pa.float32())
+    )
+    assert "day-1.parquet: column impression_ts holds" in said
     said = refusal("counts", "action.like", YES_NO, pa.array([3, -1]))
     assert f"day-{int(not turned)}.parquet, row 1: column action.like must be true or false, or 1 or 0" in said
 
@@ -212,6 +216,18 @@ def test_empty_lists_at_first_are_lists_of_codes(tmp_path: Path) -> None:
     for number, codes in enumerate(([], [1, 2])):
         write(tmp_path / f"day-{number}.jsonl", [row(codes=codes)])
     assert sorted(read_log(tmp_path).codes.tolist()) == [[0, 0], [1, 2]]
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_codes_that_are_null_at_first_are_lists(nothing: Any, tmp_path: Path) -> None:
+    for number, codes in enumerate((nothing, [1, 2])):
+        write(tmp_path / f"day-{number}.jsonl", [row(codes=codes)])
+    assert sorted(read_log(tmp_path).codes.tolist()) == [[0, 0], [1, 2]]
+
+
+def test_json_lines_may_hold_what_python_writes_for_no_number(tmp_path: Path) -> None:
+    with pytest.raises(LogError, match=r"log\.jsonl, line 1: dwell_seconds must be"):
+        read_log(write(tmp_path / "log.jsonl", [row(dwell_seconds=float("nan"))]))
 
 
 @pytest.mark.parametrize("user", ["NA", "null", "nan", "None"])

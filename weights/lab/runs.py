@@ -24,7 +24,7 @@ from weights.lab.training.trainer import Status
 SECOND = "second-run"
 """The directory of a second run, in that of the states and that of the event files."""
 SECOND_COUNTS_SHARE = 0.9
-BEHIND = 0.005  # by so much of an AUC
+BEHIND = 0.002  # by so much of an AUC
 
 Say = Callable[[str], None]
 

@@ -106,14 +106,16 @@ def test_an_event_counts_within_the_window_of_being_shown(served: Path) -> None:
 
 def test_a_post_seen_too_late_for_its_window_trains_nothing(served: Path) -> None:
     """Neither as a yes nor as a no: what happened to it is not known yet."""
-    seen = [event(1, 0, "shown", T0 + 10), event(1, 1, "shown", T0 + 3000), event(1, 2, "shown", T0 + 3000)]
+    seen = [event(1, place, "shown", T0 + at) for place, at in enumerate((10, 3000, 3000))]
+    seen += [event(2, 0, "shown", T0 + 3000)]
     events = [*seen, event(1, 0, "favorite", T0 + 20), event(1, 1, "favorite", T0 + 3010)]
-    log, counts = joined(served, events, window_seconds=3600, until_ts=T0 + 4000)
+    log, counts = joined(served, events, window_seconds=3600, until_ts=T0 + 3612)
     assert log.post_id.tolist() == [101]
-    assert (counts.candidates_seen_late, counts.events_of_candidates_seen_late) == (2, 3)
-    assert "2 posts were seen so late that their window is not over: left out" in counts.lines()
+    assert (counts.candidates_seen_late, counts.events_of_candidates_seen_late) == (3, 4)
+    assert (counts.joined_rankings, counts.rankings_seen_late, counts.rankings_never_shown) == (1, 1, RANKINGS - 2)
+    assert "3 posts were seen so late that their window is not over: left out" in counts.lines()
     log, _ = joined(served, events, "later", window_seconds=3600, until_ts=T0 + 6600)
-    assert log.post_id.tolist() == [101, 102, 103]
+    assert log.post_id.tolist() == [101, 102, 103, 201]
     assert taken(log, "favorite") == [101, 102]
 
 
@@ -274,6 +276,26 @@ def test_bad_events_are_one_sentence_with_file_and_row(reason: str, served: Path
     assert __import__("re").search(reason, told.stderr), told.stderr
     assert len(told.stderr.splitlines()) == 1
     assert sorted(path.name for path in served.parent.iterdir()) == ["events.parquet", "served"]
+
+
+@pytest.mark.parametrize(("column", "bad"), [("post_id", "x"), ("value", "y")])
+def test_a_late_misfit_in_csv_names_its_column(column: str, bad: str, served: Path) -> None:
+    """Also where the file has other columns before it."""
+    rows = [{"a": 1, "b": "t"} | event(1, 0, "favorite", value="") for _ in range(30_000)]
+    rows[-1][column] = bad
+    path = served.with_name("events.csv")
+    lines = [",".join(rows[0]), *(",".join(map(str, one.values())) for one in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    told = call("join", served, "--events", path, "--out", served.with_name("log"))
+    assert told.exit_code == 1
+    assert f"events.csv, row 30000: column {column} holds a value that does not fit" in told.stderr, told.stderr
+
+
+def test_json_events_may_hold_what_python_writes_for_no_number(served: Path) -> None:
+    path = served.with_name("events.jsonl")
+    path.write_text(json.dumps(event(1, 0, "favorite", value=float("nan"))) + "\n")
+    log, _ = joined(served, path)
+    assert taken(log, "favorite") == [101]
 
 
 def test_foreign_cut_and_open_files_are_counted_and_named(served: Path) -> None:

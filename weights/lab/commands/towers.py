@@ -106,6 +106,11 @@ def train_towers(
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
     if plan.until_ts is not None:
         say(f"To evaluate it: phoenix-ranker eval-retrieval {out} --log {log}")
+    if ids == "text" and impressions.texts is None:
+        say(
+            "To serve it: phoenix-ranker corpus build, from a table of posts with their texts; this log has the hashes alone"
+        )
+        return
     of_kind = " --ids text" if ids == "text" else ""
     say(f"To serve it: phoenix-ranker posts {log}{of_kind} --out {out}-posts.parquet, then")
     say(f"phoenix-ranker corpus build {out}-posts.parquet --encoder {out} --out {out}-corpus")
@@ -129,6 +134,8 @@ def posts(
 
         with progress_bar() as bar:
             impressions = read_log(log, ids, cache=cache, progress=bar)
+        if ids == "text" and impressions.texts is None:
+            raise LogError("the log holds the hashes of texts, as `join` writes them: a corpus needs the texts")
         if since:
             is_newer = impressions.impression_ts >= time_of(since)
             if not is_newer.any():

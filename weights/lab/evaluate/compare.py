@@ -42,7 +42,8 @@ class ActionChange:
 
 @dataclass(frozen=True, slots=True)
 class ChangedRequest:
-    """A request whose ranking changed: Kendall's τ of both orders, the best post in each, and the request as a `/rank` body."""
+    """A request whose ranking changed: Kendall's τ of both orders, the best post in each, and the request as a `/rank` body,
+    which is empty where the log has only hashes of the ids."""
 
     request_id: int
     kendall: float
@@ -107,6 +108,7 @@ def compare(
     several = [place for place, length in enumerate(lengths) if length > 1]
     if not several:
         raise LogError("no request shows two posts, so there is nothing to rank")
+    has_ids = pair[0].manifest.ids != "text" or logs[0].texts is not None
     alike = {place: agreement(*lists[place]) for place in several}
     changed = sorted(several, key=lambda place: (alike[place].kendall, place))[:CHANGED]
     return Comparison(
@@ -123,7 +125,10 @@ def compare(
         },
         ndcg=(_ndcg(shown[0], scores[0], weights[0]), _ndcg(shown[1], scores[1], weights[1])),
         actions=_actions(shown, probabilities),
-        changed=[_changed(first, int(requests[place]), alike[place].kendall, lists[place]) for place in changed],
+        changed=[
+            _changed(first, int(requests[place]), alike[place].kendall, lists[place], has_ids=has_ids)
+            for place in changed
+        ],
         scores=scores,
     )
 
@@ -154,10 +159,14 @@ def _actions(logs: list[Log], probabilities: list[NDArray[np.float32]]) -> dict[
     return changes
 
 
-def _changed(examples: Examples, index: int, tau: float, scores: tuple[Floats, Floats]) -> ChangedRequest:
+def _changed(
+    examples: Examples, index: int, tau: float, scores: tuple[Floats, Floats], *, has_ids: bool
+) -> ChangedRequest:
     log, rows = examples.log, examples.rows(index)
     best = log.ids("post_id", rows[[int(np.argmax(values)) for values in scores]])
-    return ChangedRequest(int(log.request_id[rows[0]]), tau, (best[0], best[1]), request_body(examples, index))
+    return ChangedRequest(
+        int(log.request_id[rows[0]]), tau, (best[0], best[1]), request_body(examples, index) if has_ids else {}
+    )
 
 
 TEMPLATE = """
@@ -223,7 +232,9 @@ def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
     ]
     changed = [
         [
-            f"[request {request.request_id}]({explorer_link(explorer, request.body)})",
+            f"[request {request.request_id}]({explorer_link(explorer, request.body)})"
+            if request.body
+            else f"request {request.request_id}",
             f"{request.kendall:.3f}",
             f"{request.best[0]} → {request.best[1]}",
         ]

@@ -41,6 +41,7 @@ class JoinCounts:
     events_of_unseen_candidates: int = 0
     events_of_candidates_seen_late: int = 0
     candidates_seen_late: int = 0
+    rankings_seen_late: int = 0
     impressions: int = 0
     contexts: int = 0
     observed: list[str] = field(default_factory=list)
@@ -67,6 +68,7 @@ class JoinCounts:
                     "several have the same request_id": self.ambiguous_rankings,
                     "their history is not in their part": self.rankings_without_history,
                     "none of their posts was shown": self.rankings_never_shown,
+                    "their posts were seen so late that their window is not over": self.rankings_seen_late,
                 }
             ),
             f"{self.events:,} events: {self.joined_events:,} joined",

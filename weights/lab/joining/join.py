@@ -300,7 +300,9 @@ def _count(database: duckdb.DuckDBPyConnection, counts: JoinCounts) -> None:
     counts.ambiguous_rankings = states.get("ambiguous", 0)
     counts.rankings_without_history = states.get("without history", 0)
     counts.joined_rankings = number_of(database, "SELECT count(DISTINCT ranking) FROM shown")
-    counts.rankings_never_shown = states.get("joined", 0) - counts.joined_rankings
+    seen_late = "SELECT count(DISTINCT ranking) FROM seen WHERE ranking NOT IN (SELECT ranking FROM shown)"
+    counts.rankings_seen_late = number_of(database, seen_late)
+    counts.rankings_never_shown = states.get("joined", 0) - counts.joined_rankings - counts.rankings_seen_late
     reasons = dict(database.execute("SELECT reason, count(*) FROM reasons WHERE is_first GROUP BY reason").fetchall())
     counts.repeated_events = counts.events - sum(reasons.values())
     counts.joined_events = reasons.get("joined", 0)

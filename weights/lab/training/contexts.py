@@ -107,7 +107,8 @@ def open_contexts(path: Path | str) -> Table | None:
     filesystem, place = filesystem_of(path)
     if filesystem.get_file_info(f"{place.rstrip('/')}/{CONTEXTS}").type is not pa.fs.FileType.Directory:
         return None
-    return open_table(f"{str(path).rstrip('/')}/{CONTEXTS}", {"context_id": pa.uint64()})
+    kinds = {"context_id": pa.uint64(), "post_ids": pa.list_(pa.uint64()), "author_ids": pa.list_(pa.uint64())}
+    return open_table(f"{str(path).rstrip('/')}/{CONTEXTS}", kinds)
 
 
 def read_contexts(source: Table, action_names: tuple[str, ...]) -> ServedContexts:
@@ -207,6 +208,8 @@ def _lists(
             flat = column.flatten()
             if flat.null_count:
                 raise LogError(f"{place(0)} or below: {name} has a null within a list")
+            if kind == pa.uint64() and pa.types.is_floating(flat.type):
+                raise LogError(f"{place(0)} or below: {name} holds {flat.type}: a float cannot hold every id")
             yield name, flat.cast(kind).to_numpy(), pc.list_value_length(column).cast(pa.int64()).to_numpy()
         except (pa.ArrowException, AttributeError) as error:
             raise LogError(f"{place(0)} or below: {name} must be a list of {kind} ({error})") from error

@@ -25,7 +25,7 @@ from weights.table_files import Table, check_unchanged, files_of, place_of, tabl
 from weights.tables import LogError, rows_of_lists
 from weights.text_ids import IdKind
 
-FORMAT = 1
+FORMAT = 2
 """Of the sorted copy: raise it when the files mean something else."""
 PIECE_ROWS = 500_000
 SORT_MEMORY = "1GB"

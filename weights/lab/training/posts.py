@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from weights.format.writer import write_whole
 from weights.lab.training.log import Log
 
 
@@ -15,7 +16,7 @@ def write_posts(path: Path, log: Log) -> int:
     """Write one row for each post of the log, as its last impression has it. Returns how many there are.
 
     `post_ids`, `author_ids`: uint64, or texts where the log has texts. `created_at`: int64, Unix seconds, 0 unknown. `codes`: lists of
-    integers, if the log has them.
+    integers, if the log has them. The file is whole or as before.
     """
     _, from_end = np.unique(log.post_id[::-1], return_index=True)
     rows = np.sort(len(log) - 1 - from_end)
@@ -26,5 +27,5 @@ def write_posts(path: Path, log: Log) -> int:
     columns["created_at"] = pa.array(log.created_at[rows])
     if log.codes.shape[1]:
         columns["codes"] = pa.array(log.codes[rows].tolist(), pa.list_(pa.int64()))
-    pq.write_table(pa.table(columns), path, compression="zstd")
+    write_whole(path, lambda new: pq.write_table(pa.table(columns), new, compression="zstd"))
     return len(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -208,6 +209,21 @@ def test_lists_of_codes_may_be_long_ones(world: World, tmp_path: Path) -> None:
     log = read_log(tmp_path)
     assert log.contexts is not None
     assert set(map(tuple, log.contexts.codes.tolist())) == {(1, 2)}
+
+
+def test_ids_of_contexts_in_json_are_exact(world: World, tmp_path: Path) -> None:
+    examples = write_pair(world, tmp_path)
+    path = tmp_path / "contexts/part-0.parquet"
+    rows = pq.read_table(path).to_pylist()
+    for one in rows:
+        one["author_ids"] = [2**63 + 1] * len(one["author_ids"])
+    path.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path.unlink()
+    log = read_log(tmp_path)
+    assert log.contexts is not None
+    assert set(log.contexts.author_ids.tolist()) == {2**63 + 1}
+    index = int(examples.history_lengths.argmax())
+    assert np.array_equal(Examples(log, small_config()).context(index).post_ids, examples.context(index).post_ids)
 
 
 def test_a_log_without_any_context_trains_on_its_rows(world: World, tmp_path: Path) -> None:
