@@ -24,7 +24,6 @@ from weights.lab.training.trainer import Status
 SECOND = "second-run"
 """The directory of a second run, in that of the states and that of the event files."""
 SECOND_COUNTS_SHARE = 0.9
-BEHIND = 0.002  # by so much of an AUC
 
 Say = Callable[[str], None]
 
@@ -111,7 +110,7 @@ def kept_of_two(task: Task, first: TrainedRun, say: Say = lambda line: None) -> 
     There is a second one if the first ranker is behind counts on its own validation. The better validation loss is kept.
     """
     judged = task.judge(first)
-    if first.settings.counts_share >= SECOND_COUNTS_SHARE or not judged.is_behind(COUNTS, BEHIND):
+    if first.settings.counts_share >= SECOND_COUNTS_SHARE or not judged.is_behind(COUNTS):
         return KeptRun(first, judged, {})
     say(f"Counts are ahead on its own validation: once more, with {SECOND_COUNTS_SHARE:.0%} of each label from counts.")
     second = task.train(replace(first.settings, counts_share=SECOND_COUNTS_SHARE), SECOND)

@@ -353,9 +353,9 @@ class OwnValidation:
     figures: dict[str, dict[str, Figure]]
     comparisons: list[Comparison]
 
-    def is_behind(self, baseline: str, by: float) -> bool:
-        """Whether the ranker is behind a baseline by more than this on some metric of some action, surely or not."""
-        return any(it.baseline == baseline and it.gain.value < -by for it in self.comparisons)
+    def is_behind(self, baseline: str) -> bool:
+        """Whether the ranker is behind a baseline on some metric of some action, surely or not."""
+        return any(it.baseline == baseline and it.gain.value < 0 for it in self.comparisons)
 
     def lines(self) -> list[str]:
         """A line for each action that the score is for, then a warning if a baseline is surely better."""
