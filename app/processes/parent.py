@@ -278,9 +278,13 @@ def run(settings: Settings, arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as at_end:
         try:
             folder = at_end.enter_context(directory())
-            arguments = with_copied_config(arguments, folder)
         except OSError as error:
             log.error("fatal", reason=f"no directory for temporary files can be used: {error.strerror}")
+            return EXIT_START
+        try:
+            arguments = with_copied_config(arguments, folder)
+        except OSError as error:  # such as for a pipe, which can be read once
+            log.error("fatal", reason=f"the file of settings cannot be copied: {error}")
             return EXIT_START
         code = Parent(settings, arguments, sockets, folder).run()
     logs.drain()
