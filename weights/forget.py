@@ -46,7 +46,7 @@ def forget_users(
     users = pa.array(sorted(user_ids), pa.uint64())
     open_before = {
         *directory.glob(OPEN_PARTS)
-    }  # looked for first: one that is closed meanwhile is then in neither list
+    }  # before the parts: else one that is closed meanwhile is in neither list
     parts, result = sorted(directory.glob(PARTS)), Forgotten()
     open_before -= {path.with_name(path.name.removesuffix(SUFFIX) + OPEN_SUFFIX) for path in parts}
     for done, path in enumerate(parts):

@@ -423,7 +423,7 @@ def _json_lines(
                 schema = _schema_of_lines(filesystem, path, columns)
             lacking = [pa.field(name, columns[name]) for name in may_lack or () if name not in schema.names]
             first = pa.schema([*(_declared(one, columns) for one in schema), *lacking])
-        except (pa.ArrowException, ValueError, AttributeError):
+        except (pa.ArrowException, ValueError, TypeError, RecursionError):
             declared = pa.schema(list(columns.items()))
             _check_lines(filesystem, path, pyarrow.json.ParseOptions(declared, unexpected_field_behavior="infer"))
             raise
@@ -443,7 +443,10 @@ def _json_lines(
 
 
 def _schema_of_lines(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType]) -> pa.Schema:
-    """The types of these columns in the first lines, whatever is in other columns there. Raises ValueError, pa.ArrowException."""
+    """The types of these columns in the first lines, whatever is in other columns there.
+
+    Raises pa.ArrowException, ValueError, TypeError or RecursionError for a line that is no object.
+    """
     with _stream(filesystem, path) as opened:
         lines = io.TextIOWrapper(opened, encoding="utf-8-sig").readlines(BLOCK_BYTES)
     rows = [json.loads(line) for line in lines if line.strip()]
@@ -481,9 +484,8 @@ def _csv(
         fields = [one for one in reader.schema if may_lack is None or one.name in columns]
         schema = pa.schema([one.with_type(_csv_type(one, columns)) for one in fields])
     types = {one.name: one.type for one in schema} | {one.name: one.type for one in first or ()}
-    strict = pyarrow.csv.ConvertOptions(
-        column_types=types, include_columns=schema.names
-    )  # NA and null are texts like others
+    # strings_can_be_null stays False: NA and null are texts like others
+    strict = pyarrow.csv.ConvertOptions(column_types=types, include_columns=schema.names)
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
         with (

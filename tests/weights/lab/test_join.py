@@ -291,6 +291,15 @@ def test_a_late_misfit_in_csv_names_its_column(column: str, bad: str, served: Pa
     assert f"events.csv, row 30000: column {column} holds a value that does not fit" in told.stderr, told.stderr
 
 
+@pytest.mark.parametrize("line", ["7", "[1]", '"request_id"', "{", "[" * 100_000])
+def test_a_line_of_events_that_is_no_object_is_named(line: str, served: Path) -> None:
+    path = served.with_name("events.jsonl")
+    path.write_text(json.dumps(event(1, 0, "favorite")) + "\n" + line + "\n")
+    told = call("join", served, "--events", path, "--out", served.with_name("log"))
+    assert (told.exit_code, len(told.stderr.splitlines())) == (1, 1), told.output
+    assert "events.jsonl, line 2: " in told.stderr
+
+
 def test_json_events_may_hold_what_python_writes_for_no_number(served: Path) -> None:
     path = served.with_name("events.jsonl")
     path.write_text(json.dumps(event(1, 0, "favorite", value=float("nan"))) + "\n")

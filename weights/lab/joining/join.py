@@ -163,8 +163,10 @@ def join(
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
 
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
-    its own window is not over is left out. Raises LogError, in one sentence
-    that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at `out`.
+    its own window is not over is left out.
+
+    Raises LogError, in one sentence that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at
+    `out`.
     """
     if out.exists() or out.is_symlink():
         raise LogError(f"{out} is there already: choose another place")
@@ -300,7 +302,7 @@ def _count(database: duckdb.DuckDBPyConnection, counts: JoinCounts) -> None:
     counts.ambiguous_rankings = states.get("ambiguous", 0)
     counts.rankings_without_history = states.get("without history", 0)
     counts.joined_rankings = number_of(database, "SELECT count(DISTINCT ranking) FROM shown")
-    seen_late = "SELECT count(DISTINCT ranking) FROM seen WHERE ranking NOT IN (SELECT ranking FROM shown)"
+    seen_late = "SELECT count(DISTINCT ranking) FROM seen ANTI JOIN shown USING (ranking)"
     counts.rankings_seen_late = number_of(database, seen_late)
     counts.rankings_never_shown = states.get("joined", 0) - counts.joined_rankings - counts.rankings_seen_late
     reasons = dict(database.execute("SELECT reason, count(*) FROM reasons WHERE is_first GROUP BY reason").fetchall())
