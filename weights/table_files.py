@@ -63,6 +63,29 @@ class Piece:
     rows: int | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _File:
+    """A file to open. `columns` and `may_lack` as in `open_table`; `first`: the columns of the first file, None for that one itself."""
+
+    filesystem: pa.fs.FileSystem
+    path: str
+    columns: Mapping[str, pa.DataType]
+    first: pa.Schema | None
+    may_lack: Collection[str] | None
+
+    def open(self) -> pa.NativeFile:
+        """Its bytes as they are, at any place."""
+        return self.filesystem.open_input_file(self.path)
+
+    def stream(self) -> pa.NativeFile:
+        """Its text, decompressed.
+
+        Do not close it under a reader of JSON or CSV, which reads ahead in a thread of its own: that thread would go on with the
+        descriptor's number, and take the next file's bytes. It closes itself when the reader and its thread have let go of it.
+        """
+        return self.filesystem.open_input_stream(self.path, compression=COMPRESSIONS.get(Path(self.path).suffix))
+
+
 @dataclass(slots=True, eq=False)
 class Table:
     """A table on disk or at an address. `schema`: of all files, texts as `string`; `files`: in the order in which they are read."""
@@ -138,10 +161,10 @@ def open_table(
     for info in infos:
         with _readable(info.path, formats[info.path]):
             open_piece = {"Parquet": _parquet, "CSV": _csv, "JSON lines": _json_lines}[formats[info.path]]
-            first_schema = pieces[0].schema if pieces else None
-            pieces.append(open_piece(filesystem, info.path, columns, first_schema, may_lack))
+            file = _File(filesystem, info.path, columns, pieces[0].schema if pieces else None, may_lack)
+            pieces.append(open_piece(file))
             if in_every_row and formats[info.path] == "JSON lines":
-                _check_first_line(filesystem, info.path, pieces[0].schema)
+                _check_first_line(file, pieces[0].schema)
         if late := set(pieces[-1].schema.names) - {*pieces[0].schema.names, *(may_lack or ())}:
             raise LogError(f"{info.path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
         if lost := set(pieces[0].schema.names) - {*pieces[-1].schema.names, *(may_lack or ())}:
@@ -362,10 +385,10 @@ def _readable(path: str, kind: str) -> Iterator[None]:
         raise LogError(f"{path} cannot be read as {kind}: {reason}") from error
 
 
-def _check_lines(filesystem: pa.fs.FileSystem, path: str, options: pyarrow.json.ParseOptions) -> None:
+def _check_lines(file: _File, options: pyarrow.json.ParseOptions) -> None:
     """Raises LogError for the first line of JSON that cannot be read, and repeats no value."""
     number = 0
-    with _stream(filesystem, path) as opened:
+    with file.stream() as opened:
         text = io.BufferedReader(opened)
         while lines := list(islice(text, LINES_AT_ONCE)):
             if json_error(b"".join(lines), options):
@@ -375,94 +398,74 @@ def _check_lines(filesystem: pa.fs.FileSystem, path: str, options: pyarrow.json.
                     is_good = not json_error(b"".join(lines[:middle]), options)
                     good, bad = (middle, bad) if is_good else (good, middle)
                 problem = json_problem(lines[good], lines[:good], options)
-                raise LogError(f"{path}, line {number + bad}: {problem}")
+                raise LogError(f"{file.path}, line {number + bad}: {problem}")
             number += len(lines)
 
 
-def _stream(filesystem: pa.fs.FileSystem, path: str) -> pa.NativeFile:
-    """The text of a file, decompressed.
-
-    Do not close it under a reader of JSON or CSV, which reads ahead in a thread of its own: that thread would go on with the descriptor's
-    number, and take the next file's bytes. It closes itself when the reader and its thread have let go of it.
-    """
-    return filesystem.open_input_stream(path, compression=COMPRESSIONS.get(Path(path).suffix))
-
-
-def _parquet(
-    filesystem: pa.fs.FileSystem,
-    path: str,
-    columns: Mapping[str, pa.DataType],
-    first: pa.Schema | None,
-    may_lack: Collection[str] | None,
-) -> Piece:
-    with pq.ParquetFile(filesystem.open_input_file(path)) as opened:
+def _parquet(file: _File) -> Piece:
+    with pq.ParquetFile(file.open()) as opened:
         schema, rows = opened.schema_arrow, opened.metadata.num_rows
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
-        with pq.ParquetFile(filesystem.open_input_file(path)) as opened:
+        with pq.ParquetFile(file.open()) as opened:
             yield from opened.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
 
     ours = {key: value for key, value in (schema.metadata or {}).items() if key.startswith(OURS)}
-    fields = [pa.field(one.name, one.type) for one in schema if may_lack is None or one.name in columns]
-    return Piece(path, "Parquet", pa.schema(fields, ours or None), batches, rows)
+    fields = [pa.field(one.name, one.type) for one in schema if file.may_lack is None or one.name in file.columns]
+    return Piece(file.path, "Parquet", pa.schema(fields, ours or None), batches, rows)
 
 
-def _json_lines(
-    filesystem: pa.fs.FileSystem,
-    path: str,
-    columns: Mapping[str, pa.DataType],
-    first: pa.Schema | None,
-    may_lack: Collection[str] | None,
-) -> Piece:
+def _json_lines(file: _File) -> Piece:
+    first = file.first
     if first is None:  # pyarrow guesses types from the first block, and integers above 2^63 as floats
         try:
-            if may_lack is None:
-                with pyarrow.json.open_json(_stream(filesystem, path), _json_reading()) as reader:
+            if file.may_lack is None:
+                with pyarrow.json.open_json(file.stream(), _json_reading()) as reader:
                     schema = reader.schema
             else:
-                schema = _schema_of_lines(filesystem, path, columns)
-            lacking = [pa.field(name, columns[name]) for name in may_lack or () if name not in schema.names]
-            first = pa.schema([*(_declared(one, columns) for one in schema), *lacking])
+                schema = _schema_of_lines(file)
+            lacking = [pa.field(name, file.columns[name]) for name in file.may_lack or () if name not in schema.names]
+            first = pa.schema([*(_declared(one, file.columns) for one in schema), *lacking])
         except (pa.ArrowException, ValueError, TypeError, RecursionError):
-            declared = pa.schema(list(columns.items()))
-            _check_lines(filesystem, path, pyarrow.json.ParseOptions(declared, unexpected_field_behavior="infer"))
+            declared = pa.schema(list(file.columns.items()))
+            _check_lines(file, pyarrow.json.ParseOptions(declared, unexpected_field_behavior="infer"))
             raise
-    others = "error" if may_lack is None else "ignore"
+    others = "error" if file.may_lack is None else "ignore"
     strict = pyarrow.json.ParseOptions(explicit_schema=first, unexpected_field_behavior=others)
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
-        with pyarrow.json.open_json(_stream(filesystem, path), _json_reading(), strict) as reader:
+        with pyarrow.json.open_json(file.stream(), _json_reading(), strict) as reader:
             yield from reader
 
     try:
         rows = sum(map(len, batches(None)))
     except (pa.ArrowException, UnicodeDecodeError):
-        _check_lines(filesystem, path, strict)
+        _check_lines(file, strict)
         raise
-    return Piece(path, "JSON lines", first, batches, rows)
+    return Piece(file.path, "JSON lines", first, batches, rows)
 
 
-def _schema_of_lines(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType]) -> pa.Schema:
+def _schema_of_lines(file: _File) -> pa.Schema:
     """The types of these columns in the first lines, whatever is in other columns there.
 
     Raises pa.ArrowException, ValueError, TypeError or RecursionError for a line that is no object.
     """
-    with _stream(filesystem, path) as opened:
+    with file.stream() as opened:
         lines = io.TextIOWrapper(opened, encoding="utf-8-sig").readlines(BLOCK_BYTES)
     rows = [json.loads(line) for line in lines if line.strip()]
-    kept = [json.dumps({name: row[name] for name in columns if name in row}) for row in rows]
+    kept = [json.dumps({name: row[name] for name in file.columns if name in row}) for row in rows]
     return pyarrow.json.read_json(io.BytesIO("\n".join(kept).encode())).schema if kept else pa.schema([])
 
 
-def _check_first_line(filesystem: pa.fs.FileSystem, path: str, schema: pa.Schema) -> None:
+def _check_first_line(file: _File, schema: pa.Schema) -> None:
     """Raises LogError if the first line lacks a field: an absent field reads as null, and a misspelt one would be two columns."""
-    with _stream(filesystem, path) as opened:
+    with file.stream() as opened:
         lines = io.TextIOWrapper(opened, encoding="utf-8-sig")  # some editors begin a file with a mark
         line = next((line for line in lines if line.strip()), "{}")
     fields = json.loads(line)
     if lost := set(schema.names) - set(fields):
         raise LogError(
-            f"{path}, line 1: lacks the fields {', '.join(sorted(lost))}, which other lines have: write every column in every row"
+            f"{file.path}, line 1: lacks the fields {', '.join(sorted(lost))}, which other lines have: write every column in every row"
         )
 
 
@@ -470,31 +473,27 @@ def _json_reading() -> pyarrow.json.ReadOptions:
     return pyarrow.json.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
 
 
-def _csv(
-    filesystem: pa.fs.FileSystem,
-    path: str,
-    columns: Mapping[str, pa.DataType],
-    first: pa.Schema | None,
-    may_lack: Collection[str] | None,
-) -> Piece:
+def _csv(file: _File) -> Piece:
     reading = pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
     open_csv = partial(pyarrow.csv.open_csv, read_options=reading)
-    with _csv_rows_named(path, []), open_csv(_stream(filesystem, path)) as reader:
+    with _csv_rows_named(file.path, []), open_csv(file.stream()) as reader:
         all_names = reader.schema.names  # pyarrow numbers these in what it says
-        fields = [one for one in reader.schema if may_lack is None or one.name in columns]
-        schema = pa.schema([one.with_type(_csv_type(one, columns)) for one in fields])
-    types = {one.name: one.type for one in schema} | {one.name: one.type for one in first or ()}
+        fields = [one for one in reader.schema if file.may_lack is None or one.name in file.columns]
+        schema = pa.schema([one.with_type(_csv_type(one, file.columns)) for one in fields])
+    types = {one.name: one.type for one in schema}
+    # true and false are no 1 and 0 to the reader; `_common_schema` finds the type that holds both
+    types |= {one.name: one.type for one in file.first or () if types.get(one.name) != pa.bool_()}
     # strings_can_be_null stays False: NA and null are texts like others
     strict = pyarrow.csv.ConvertOptions(column_types=types, include_columns=schema.names)
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
         with (
-            _csv_rows_named(path, all_names),
-            open_csv(_stream(filesystem, path), convert_options=strict) as reader,
+            _csv_rows_named(file.path, all_names),
+            open_csv(file.stream(), convert_options=strict) as reader,
         ):
             yield from reader
 
-    return Piece(path, "CSV", schema, batches, None)
+    return Piece(file.path, "CSV", schema, batches, None)
 
 
 @contextmanager

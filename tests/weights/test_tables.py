@@ -201,6 +201,16 @@ def test_days_whose_types_lose_something_are_refused(turned: bool, tmp_path: Pat
     assert f"day-{int(not turned)}.parquet, row 1: column action.like must be true or false, or 1 or 0" in said
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_days_of_csv_say_yes_and_no_in_two_ways(turned: bool, tmp_path: Path) -> None:
+    answers = [("true", "false"), ("1", "0")]
+    for number, (yes, no) in enumerate(reversed(answers) if turned else answers):
+        rows = [row(**{"action.like": answer}) for answer in (yes, no)]
+        lines = [",".join(map(str, values)) for values in (rows[0], *(one.values() for one in rows))]
+        (tmp_path / f"day-{number}.csv").write_text("\n".join(lines) + "\n")
+    assert sorted(read_log(tmp_path).actions[:, 0].tolist()) == [False, False, True, True]
+
+
 def test_times_as_short_floats_are_refused() -> None:
     with pytest.raises(LogError, match="holds float, not integers: a float cannot hold every one of them"):
         column_of(pa.table({"at": pa.array([1.7e9], pa.float32())}), "at", pa.int64(), "The table")
