@@ -89,6 +89,11 @@ class Question:
         yield replace(context, user_id=0, is_kept=False)
         yield replace(context.first(0), user_id=0, is_kept=False)
 
+    @property
+    def left_out(self) -> int:
+        """How many `contexts` there are."""
+        return self.events + 2
+
     def groups(self, *, slots_matter: bool) -> list[Candidates]:
         """The candidates to explain: together, or one by one if a score depends on the slot."""
         if slots_matter:

@@ -121,7 +121,8 @@ class PlaceRequest(msgspec.Struct, frozen=True):
     `candidates`, `history`: how many posts it will score, and how many events its history has; both are counts of at least 0.
     `deadline`: seconds of the ranker's clock, None for the default one. `key`: the name of the API key, None where no keys are set.
     `leaves_at`: when the caller will likely have left, in seconds of the same clock, so that a reply that would come later is refused now;
-    infinite where that is not known.
+    infinite where that is not known. `rated`: how many candidates it counts for in its key's rate, None for its own; 0 where another
+    request of the call counts for it.
     """
 
     candidates: int
@@ -129,6 +130,7 @@ class PlaceRequest(msgspec.Struct, frozen=True):
     deadline: float | None = None
     key: str | None = None
     leaves_at: float = math.inf
+    rated: int | None = None
 
     def context_tokens(self, history_length: int) -> int:
         """Tokens of the context that a model with this history length reads: the user and the newest events."""
@@ -272,6 +274,13 @@ class RankingService(Protocol):
 
         A refusal (NotReady, Draining, EngineDown, Overloaded, DeadlineExceeded) comes from entering the block, or from the first call of
         `reserve` or `rank` with its job; a job that `reserve` has returned for is never refused for lack of room again.
+        """
+        ...
+
+    def kept(self, model: ServedModel) -> AbstractContextManager[None]:
+        """A block in which `model` ranks, also once another one serves. Raises NotReady if it is gone already.
+
+        With several workers the engine process keeps a replaced model for the default deadline, and the block does nothing.
         """
         ...
 

@@ -31,6 +31,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -476,15 +477,18 @@ class Settings(BaseSettings):
     @field_validator("hosts")
     @classmethod
     def _names(cls, hosts: str) -> str:
-        if re.search(r"[\s/@]", hosts):
-            raise ValueError("must be names separated by commas, without blanks, / or @")
+        for name in filter(None, hosts.split(",")):
+            if name != "*" and not re.fullmatch(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]", name):
+                raise ValueError(
+                    "must be names separated by commas, without ports; *.example.com is every name below it, * any"
+                )
         return hosts
 
     @field_validator("root_path")
     @classmethod
     def _path(cls, path: str) -> str:
-        if path and not re.fullmatch(r"/[^\s?#]*[^/\s?#]", path):
-            raise ValueError("must begin with / and not end with it, without blanks, ? or #")
+        if path and not re.fullmatch(r"/[^\s?#%]*[^/\s?#%]", path):
+            raise ValueError("must begin with / and not end with it, without blanks, ?, # or %")
         if path.partition("/")[2].partition("/")[0] in OWN_PATHS:
             raise ValueError(
                 "must not begin with a path of the service's own: choose another first part, such as /ranker"
@@ -503,6 +507,13 @@ class Settings(BaseSettings):
             if port and port == other_port and (one & two or (one | two) & ANY_ADDRESS):
                 raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")
         return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **more: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Pydantic's sources, highest first."""
+        return tuple(_KeysOfOnePlace(source) for source in (*sources, *more.values()))
 
     @property
     def explores(self) -> bool:
@@ -632,6 +643,24 @@ def _leaves(values: Mapping[str, Any], setting_names: Sequence[str], prefix: str
             yield f"{prefix}{name}"
 
 
+class _KeysOfOnePlace(PydanticBaseSettingsSource):
+    """A source of settings, without its `auth.keys` where a higher one has some: keys of several places do not add up."""
+
+    def __init__(self, source: PydanticBaseSettingsSource) -> None:
+        super().__init__(source.settings_cls)
+        self._source = source
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self._source.get_field_value(field, field_name)
+
+    def __call__(self) -> dict[str, Any]:
+        values = self._source()
+        auth, higher = values.get("auth"), self.current_state.get("auth")
+        if isinstance(auth, dict) and isinstance(higher, dict) and "keys" in higher:
+            return values | {"auth": {name: value for name, value in auth.items() if name != "keys"}}
+        return values
+
+
 def _with_file(values: dict[str, Any]) -> type[Settings]:
     """`Settings` that take these values where neither a flag nor the environment has one."""
 
@@ -640,7 +669,8 @@ def _with_file(values: dict[str, Any]) -> type[Settings]:
         def settings_customise_sources(
             cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **more: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (*sources, *more.values(), InitSettingsSource(settings_cls, values))
+            higher = super().settings_customise_sources(settings_cls, *sources, **more)
+            return (*higher, _KeysOfOnePlace(InitSettingsSource(settings_cls, values)))
 
     return FileSettings
 

@@ -42,6 +42,14 @@ def fetch(
         raise CheckpointError(f"{url} is refused: its {MANIFEST_NAME} {error}.") from error
     if digest and manifest.digest != digest:
         raise CheckpointError(f"{url} is refused: its digest is {manifest.digest}, not {digest}.")
+    if isinstance(manifest, CorpusManifest):
+        with read_from(f"{url}/{manifest.changes_name}"):
+            is_changed = source.exists(f"{root}/{manifest.changes_name}")
+        if is_changed:
+            raise CheckpointError(
+                f"{url} was changed after it was built, and a copy would lack what is in {manifest.changes_name}: write a corpus that has them with "
+                "`corpus snapshot`, and fetch that."
+            )
     target = out / f"{manifest.name}@{manifest.version}"
     with refused_writing(str(target)):
         out.mkdir(parents=True, exist_ok=True)

@@ -129,22 +129,22 @@ class Bodies:
 class CallerInfo:
     """Who calls a ranking endpoint, and with what.
 
-    `key`: the name of the API key, None where none are set. `deadline` in seconds of the ranker's clock, None where the caller sets none.
+    `key`: the name of the API key, None where none are set. `deadline`: when the call must have ended, in seconds of the ranker's clock.
     `leaves_at`: when the caller will likely have left, in seconds of that clock. `body`: whole and inflated. `exchange`: notes of the call
     for its log line and the metrics. `state`: what the endpoints of the port share.
     """
 
     key: str | None
-    deadline: float | None
+    deadline: float
     leaves_at: float
     body: bytes
     exchange: Exchange
     headers: Headers
     state: AppState
 
-    def place_request(self, *, candidates: int, history: int) -> PlaceRequest:
-        """Return this caller's request for a place in the queue, for so many candidates and history events."""
-        return PlaceRequest(candidates, history, self.deadline, self.key, self.leaves_at)
+    def place_request(self, *, candidates: int, history: int, rated: int | None = None) -> PlaceRequest:
+        """Return this caller's request for a place in the queue, for so many candidates and history events. `rated` as there."""
+        return PlaceRequest(candidates, history, self.deadline, self.key, self.leaves_at, rated)
 
     def note(
         self, request_id: str | UnsetType | None, config: ModelConfig, *, candidates: int = 0, history: int = 0
@@ -176,10 +176,7 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         is_gzip = is_compressed(scope["headers"], headers)
         limit = state.settings.limits.max_body_bytes
         check_length(headers, limit)
-        seconds = timeout_seconds_of(headers)
-        deadline = (
-            None if seconds is None else state.ranker.clock() + seconds - (time.perf_counter() - exchange.started)
-        )
+        deadline = deadline_of(state, exchange, timeout_seconds_of(headers))
         body = await read_body(request.receive, exchange, state.bodies, limit, length)
         packed = b""
         if is_gzip:
@@ -204,6 +201,13 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
 
 Caller = Annotated[CallerInfo, Depends(reader(JSON_ALONE), use_cache=False)]
 TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
+
+
+def deadline_of(state: AppState, exchange: Exchange, seconds: float | None) -> float:
+    """When a call must have ended, in seconds of the ranker's clock. It may take so many from its first byte; None: the default."""
+    limits = state.settings.deadline
+    seconds = min(limits.default_seconds if seconds is None else seconds, limits.max_seconds)
+    return state.ranker.clock() + seconds - (time.perf_counter() - exchange.started)
 
 
 def leaves_at(request: Request, state: AppState, exchange: Exchange) -> float:

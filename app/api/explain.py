@@ -96,14 +96,14 @@ async def explain(caller: Caller) -> Response:
     state, exchange = caller.state, caller.exchange
     ranker = state.ranker
     latest = ranker.clock() + state.settings.deadline.default_seconds
-    deadline = latest if caller.deadline is None else min(latest, caller.deadline)
+    deadline = min(latest, caller.deadline)
     async with state.explanations.turn(caller.key, (deadline - ranker.clock()) / 2):
         model = ranker.model()
         with exchange.measured("parse"):
             caller = replace(caller, deadline=deadline, leaves_at=math.inf)  # what is computed last would be late
             question = await _question(caller, model)
-        explaining = Explaining(caller, model, question)
-        ranked, without, attention = await explaining.run()
+        with ranker.kept(model):
+            ranked, without, attention = await Explaining(caller, model, question).run()
         started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
         written: list[bytes] = []
         for piece in render(question, ranked, without, attention, timings):
@@ -123,7 +123,6 @@ async def _question(caller: CallerInfo, model: ServedModel) -> Question:
     caller.note(request.request_id, config, **request.sizes())
     cached = None
     if request.context is not UNSET:
-        assert caller.deadline is not None
         cached = await state.ranker.context(model, request.context, caller.key, caller.deadline)
     return Question.of(request, cached, vocabulary, config)
 
@@ -138,19 +137,21 @@ class Explaining:
     question: Question
     has_begun: bool = False
     """Whether one of its contexts was admitted."""
+    rated: int = 0
+    """How many candidates the next context counts for in the key's rate: the first one for all, so that it is refused before any work."""
 
     async def run(self) -> tuple[Ranked, list[Scores], NDArray[np.float32]]:
         """Return the ranking that is explained, the scores without each of `Question.contexts`, and the attention of `render`."""
         question, exchange, ranker = self.question, self.caller.exchange, self.caller.state.ranker
         groups = question.groups(slots_matter=self.model.engine.candidate_positions == "sequential")
         without = ((context, group) for context in question.contexts() for group in groups)
+        self.rated = len(question.checked.candidates) + question.left_out * len(question.explained)
         started = time.perf_counter()
         own, *others = await self._ranked(chain([(question.context, question.checked.candidates)], without))
         exchange.requests = 1 + len(others)
         exchange.stages |= {"queue": own.queue_seconds, "forward": time.perf_counter() - started}
         with exchange.measured("attention"):
             deadline = self.caller.deadline
-            assert deadline is not None
             attention = [await ranker.attention(self.model, question.context, group, deadline) for group in groups]
         ranker.metrics.stage["attention"].observe(exchange.stages["attention"])
         scores, size = [other.scores for other in others], len(groups)
@@ -160,7 +161,6 @@ class Explaining:
     async def _ranked(self, work: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank each context through the queue and the engine, a few at a time, with rests that leave the engine to others."""
         clock, deadline = self.caller.state.ranker.clock, self.caller.deadline
-        assert deadline is not None
         ranked: list[Ranked] = []
         rest, rests_until = iter(work), (clock() + deadline) / 2
         together, took = 1, 0.0  # contexts of a turn, and seconds of the last one
@@ -188,10 +188,11 @@ class Explaining:
 
     async def _one(self, in_flight: InFlight, lock: asyncio.Lock, context: Context, candidates: Candidates) -> Ranked:
         ranker, deadline = self.caller.state.ranker, self.caller.deadline
-        place_request = self.caller.place_request(candidates=len(candidates), history=len(context))
+        rated, self.rated = self.rated, 0
+        place_request = self.caller.place_request(candidates=len(candidates), history=len(context), rated=rated)
 
         def model() -> ServedModel:
-            if self.has_begun and deadline is not None and ranker.clock() >= deadline:
+            if self.has_begun and ranker.clock() >= deadline:
                 raise DeadlineExceeded  # admission would say that it was refused on arrival, but it is under way
             return self.model
 

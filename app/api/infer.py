@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema, tensors
-from app.api.caller import CallerInfo, TensorCaller
+from app.api.caller import CallerInfo, TensorCaller, deadline_of
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
 from app.api.rank import JSON, timings_of
 from app.api.route import Route
@@ -138,9 +138,11 @@ def _model_ready(ranker: RankingService, name: str, version: str) -> Response:
 
 
 LENGTH = "How many bytes of the body are JSON. Binary data follows them, in the order of `inputs`."
+LENGTH_OUT = "How many bytes of a reply with binary data are JSON. The data follows them, in the order of `outputs`."
 INFERRED: dict[str, Any] = {
     "openapi_extra": schema.body_of(InferRequest, {LENGTH_HEADER: LENGTH}),
-    "responses": schema.reply_of(InferReply, "The ranking as tensors.") | PROBLEMS,
+    "responses": schema.reply_of(InferReply, "The ranking as tensors.", {LENGTH_HEADER: LENGTH_OUT}, binary=BINARY)
+    | PROBLEMS,
     "response_class": Response,
 }
 INFERRED["openapi_extra"]["requestBody"]["content"][BINARY] = {"schema": {"type": "string", "format": "binary"}}
@@ -196,5 +198,4 @@ def _in_time(caller: CallerInfo, timeout_seconds: float | None) -> CallerInfo:
     """The caller, who waits no longer than the body says."""
     if timeout_seconds is None:
         return caller
-    deadline = caller.state.ranker.clock() + timeout_seconds
-    return replace(caller, deadline=deadline if caller.deadline is None else min(deadline, caller.deadline))
+    return replace(caller, deadline=min(deadline_of(caller.state, caller.exchange, timeout_seconds), caller.deadline))

@@ -28,7 +28,7 @@ DISTRIBUTION = "phoenix-ranking-server"
 PROBE_RETRY_SECONDS = 2.0
 SCRAPE_SHARE = 0.05  # of the event loop, for callers who scrape as fast as they can
 MOST_REST_SECONDS = 1.0  # between two scrapes
-PRIVATE = ("auth", "admin", "checkpoint", "retrieval")  # settings with keys and paths
+PRIVATE = ("auth", "admin", "checkpoint", "retrieval", "served")  # settings with keys and paths
 PATH = re.compile(r"(?<![\w.…])~?/[^\s'\"`,;:)]+")
 NOT_NOW = problems_of(NotReady, Draining, EngineDown)
 

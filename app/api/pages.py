@@ -35,7 +35,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
 }
-WHAT_THERE_IS = {"rank": "/rank", "info": "/info", "docs": "/docs", "openapi": "/openapi.json"}
+WHAT_THERE_IS = {"rank": "rank", "info": "info", "docs": "docs", "openapi": "openapi.json"}
 FOLDERS = (("fastapi_swagger", "resources"), ("app.explore", "docs"), ("app.explore", "assets"))
 CARRIED = ("example", "names")
 MOST_CARRIED_BYTES = 2**20  # of a file beside a manifest; those of the demo are 38 kB

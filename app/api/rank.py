@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -188,9 +187,6 @@ class BatchCall:
         state = self._state = caller.state
         self._limits = state.settings.limits
         self._caller = caller
-        if caller.deadline is None:  # one for all requests, from the start
-            deadline = state.ranker.clock() + state.settings.deadline.default_seconds
-            self._caller = replace(caller, deadline=deadline)
         self._in_flight = InFlight(state.ranker, state.settings.batching)
         self._turn = asyncio.Lock()
         self._candidates = 0

@@ -43,6 +43,7 @@ AT_LEAST_HEADER, VERSION_HEADER = "X-Corpus-At-Least", "X-Corpus-Version"
 HEADERS = {
     AT_LEAST_HEADER: "A change that the corpus must already have, by its sequence or its position in the feed; otherwise 503."
 }
+HEADERS_OUT = {VERSION_HEADER: "The corpus that was searched, and its last change."}
 NO_CORPUS = PROBLEMS | schema.problems_of(NoCorpus, NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
 NOBODY = "is 0 and the history has no posts, so nothing is known about this user"
 
@@ -53,7 +54,7 @@ router = APIRouter(tags=["retrieval"], route_class=Route)
     "/retrieve",
     openapi_extra=schema.body_of(RetrieveRequest, HEADERS),
     response_class=Response,
-    responses=schema.reply_of(RetrieveReply, "The best posts.") | NO_CORPUS,
+    responses=schema.reply_of(RetrieveReply, "The best posts.", HEADERS_OUT) | NO_CORPUS,
 )
 async def retrieve(caller: Caller) -> Response:
     """Find the best posts of the corpus for one user. A post's score depends only on the user, the history and the post."""
@@ -66,7 +67,7 @@ async def retrieve(caller: Caller) -> Response:
         k, history = _k(retrieve_request, limits), retrieve_request.sizes()["history"]
         caller.note(retrieve_request.request_id, config, candidates=k, history=history)
         query = _query(retrieve_request, k, _at_least(caller), vocabulary, config)
-    search = SearchRequest(query, _deadline(caller), caller.key, caller.leaves_at)
+    search = SearchRequest(query, caller.deadline, caller.key, caller.leaves_at)
     search_result = await corpus.search(served, search)
     _count(caller, search_result)
     with exchange.measured("serialize"):
@@ -79,7 +80,7 @@ async def retrieve(caller: Caller) -> Response:
     "/recommend",
     openapi_extra=schema.body_of(RecommendRequest, HEADERS),
     response_class=Response,
-    responses=schema.reply_of(RecommendReply, "The best posts, ranked.") | NO_CORPUS,
+    responses=schema.reply_of(RecommendReply, "The best posts, ranked.", HEADERS_OUT) | NO_CORPUS,
 )
 async def recommend(caller: Caller) -> Response:
     """Find posts as `/retrieve` does and rank them as `/rank` does, in one call. The scores have the same bits as from the two calls."""
@@ -88,7 +89,6 @@ async def recommend(caller: Caller) -> Response:
     model, served = ranker.model(), ranker.corpus.served
     if served.manifest.ids != model.manifest.ids:
         raise NoCorpus("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
-    caller = replace(caller, deadline=_deadline(caller))  # one for both stages
     vocabulary, limits = model.vocabulary, state.settings.limits
     with exchange.measured("parse"):
         recommend_request = schema.read(RECOMMEND, caller.body, limits, vocabulary.index)
@@ -148,7 +148,6 @@ async def _search_and_rank(
     caller: CallerInfo, job: Job, served: ServedCorpus, query: Query, checked: CheckedRequest
 ) -> tuple[SearchResult, Ranked]:
     """Find posts, make them the candidates of the checked request, and rank them, best first."""
-    assert caller.deadline is not None
     ranker, config = caller.state.ranker, job.model.manifest.config
     await ranker.reserve(job)
     search = SearchRequest(query, caller.deadline, caller.key, has_place=True)
@@ -229,13 +228,6 @@ def _at_least(caller: CallerInfo) -> str:
         message = "must be a sequence or a position of the feed, such as 12 or 1764000000000-0"
         raise InvalidRequest(AT_LEAST_HEADER, message)
     return sent
-
-
-def _deadline(caller: CallerInfo) -> float:
-    settings, now = caller.state.settings.deadline, caller.state.ranker.clock()
-    return min(
-        now + settings.default_seconds if caller.deadline is None else caller.deadline, now + settings.max_seconds
-    )
 
 
 def _count(caller: CallerInfo, search_result: SearchResult) -> None:

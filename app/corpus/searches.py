@@ -257,7 +257,7 @@ class Searches:
         if query.at_least and not scheduler.model.engine.mark.reaches(query.at_least):
             raise CorpusBehind(retry_after_seconds=1.0)
         if query.handle:
-            query = self._handles.query(query, served.manifest, request.key)
+            query = self._handles.query(query, served.manifest, request.key, is_counted=not request.has_place)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         job = SearchJob(
             candidates=1,

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -251,6 +251,10 @@ class RemoteService:
         finally:
             if job.link is not None and job.place:  # reserved, and not ranked to the end
                 job.link.send(Cancel(job.place))
+
+    def kept(self, model: ServedModel) -> AbstractContextManager[None]:
+        """See `interface.RankingService.kept`."""
+        return nullcontext()
 
     def _check_in_time(self, cost: int, chunks: int, leaves_at: float) -> None:
         """Raise Overloaded where, as the engine process last told while it refused requests, a caller leaves before its reply."""

@@ -247,7 +247,7 @@ class Admission:
 
     def _over_key_rate(self, job: Work) -> Refusal | None:
         rate = self.queue.key_candidates_per_second
-        if not rate or job.key is None:
+        if not rate or job.key is None or not _rated(job):
             return None
         used = max(0.0, self._rate_used_until.get(job.key, 0.0) - self.clock())
         own = min(_rated(job) / rate, KEY_BURST_SECONDS)  # a larger request may join once nothing is used
@@ -277,7 +277,7 @@ class Admission:
 
 def _rated(job: Work) -> int:
     """The candidates that a job counts for in its key's rate: a context by itself, which has none, for one."""
-    return max(1, job.candidates)
+    return max(1, job.candidates) if job.rated is None else job.rated
 
 
 def _smallest(key: str | None = None, leaves_at: float = math.inf) -> Work:

@@ -17,7 +17,8 @@ class Work:
     """What policy sees of a job: how much it is, its API key and its deadline.
 
     `context_tokens` are user and history. `chunks` is how many chunks it is served in, `served` counts the candidates of finished ones.
-    Times are clock seconds; `leaves_at` is when the caller will likely have left; `key` is the caller's API key, by name.
+    Times are clock seconds; `leaves_at` is when the caller will likely have left; `key` is the caller's API key, by name. `rated` is how
+    many candidates count in the key's rate, None for its own.
     """
 
     candidates: int
@@ -28,6 +29,7 @@ class Work:
     leaves_at: float = float("inf")
     arrived: float = 0.0
     served: int = 0
+    rated: int | None = None
 
     @property
     def cost(self) -> int:

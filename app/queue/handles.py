@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
@@ -25,26 +26,32 @@ class Handles:
 
     def of(self, scheduler: Scheduler[RankJob], handle: str, key: str | None) -> Context:
         """Return the context that this API key's handle names in this scheduler's engine."""
-        return self._counted(scheduler.model.engine.context_of(handle, key or ""))
+        context: Context | None = scheduler.model.engine.context_of(handle, key or "")
+        if context is None:
+            self._unknown()
+        self._lookups.labels("found").inc()
+        return context
 
-    def query(self, query: Query, towers: Manifest, key: str | None) -> Query:
-        """Fill in a query that names its context by a handle: with what the user tower would read of the whole request."""
+    def query(self, query: Query, towers: Manifest, key: str | None, *, is_counted: bool = True) -> Query:
+        """Fill in a query that names its context by a handle: with what the user tower would read of the whole request. `is_counted`: not
+        where the same request is ranked afterwards, which finds the context once more."""
         current = self._versions.current
         cached: Context | None = None if current is None else current.model.engine.context_of(query.handle, key or "")
         if current is None or cached is None:
-            self._lookups.labels("unknown").inc()
-            raise ContextUnknown
-        context = self._counted(_as_read(cached, current.model.served.manifest, towers, query.excludes_history))
+            self._unknown()
+        context = _as_read(cached, current.model.served.manifest, towers, query.excludes_history)
+        if context is None:
+            self._unknown()
+        if is_counted:
+            self._lookups.labels("found").inc()
         excluded = query.filters.exclude
         if query.excludes_history:
             excluded = np.concatenate((excluded, cached.post_ids))
         return replace(query, context=context, filters=replace(query.filters, exclude=excluded), handle="")
 
-    def _counted(self, context: Context | None) -> Context:
-        self._lookups.labels("unknown" if context is None else "found").inc()
-        if context is None:
-            raise ContextUnknown
-        return context
+    def _unknown(self) -> NoReturn:
+        self._lookups.labels("unknown").inc()
+        raise ContextUnknown
 
 
 def _as_read(context: Context, ranker: Manifest, towers: Manifest, excludes_history: bool) -> Context | None:

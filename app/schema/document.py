@@ -177,10 +177,15 @@ def _listed(examples: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {"summary": name.capitalize(), "value": value} for name, value in examples.items()}
 
 
-def reply_of(kind: type[Struct], description: str) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route that answers 200 with this reply."""
-    headers = {name: {"schema": {"type": "string"}, "description": text} for name, text in _HEADERS_OUT.items()}
-    content = {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}}
+def reply_of(
+    kind: type[Struct], description: str, further: Mapping[str, str] | None = None, *, binary: str = ""
+) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers 200 with this reply. `further`: more headers. `binary`: the media type of a binary form."""
+    texts = _HEADERS_OUT | dict(further or {})
+    headers = {name: {"schema": {"type": "string"}, "description": text} for name, text in texts.items()}
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}}
+    if binary:
+        content[binary] = {"schema": {"type": "string", "format": "binary"}}
     return {200: {"description": description, "content": content, "headers": headers}}
 
 

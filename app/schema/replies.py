@@ -211,6 +211,7 @@ class ExplainReply(ScoresReply, kw_only=True):
     events: Annotated[LeftOut, about("What was left out, one at a time.")]
     candidates: Annotated[list[ExplainedCandidate], about("In the order of the request's `explain`.")]
     timings_ms: Annotated[ExplainTimings, about("Where the time went.")]
+    warnings: Annotated[list[str] | UnsetType, about("As in `RankReply`.")] = UNSET
 
 
 class CorpusVersion(Strict):

@@ -12,6 +12,7 @@ from app.schema.fields import (
     HANDLE_PATTERN,
     HANDLE_RULE,
     MAX_COUNT,
+    REQUEST_ID_PATTERN,
     REQUEST_ID_RULE,
     Count,
     Score,
@@ -131,7 +132,9 @@ class InferRequest(Request, forbid_unknown_fields=False, kw_only=True):
         Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | None,
         about("Which tensors you want. Default: all."),
     ] = None
-    id: Annotated[str | None, about("A name for this request, echoed and used in logs.", "feed-17")] = None
+    id: Annotated[
+        str | None, about("A name for this request, echoed and used in logs.", "feed-17", pattern=REQUEST_ID_PATTERN)
+    ] = None
     model_name: Annotated[str | None, about("Must be the name in the path, or left out.")] = None
     parameters: Annotated[InferParameters | None, about("Fields that are not tensors.")] = None
 

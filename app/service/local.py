@@ -9,8 +9,8 @@ import gc
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -217,10 +217,21 @@ class LocalService:
             deadline=min(deadline, now + limits.max_seconds),
             key=request.key,
             leaves_at=request.leaves_at,
+            rated=request.rated,
             future=asyncio.get_running_loop().create_future(),
             model=model,
         )
         return self.places.take(job, scheduler)
+
+    @contextmanager
+    def kept(self, model: ServedModel) -> Iterator[None]:
+        """See `interface.RankingService.kept`."""
+        scheduler = self._scheduler(model)
+        scheduler.hold()
+        try:
+            yield
+        finally:
+            scheduler.leave()
 
     def _check_able(self) -> None:
         if self._refuses:

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import corpora
 from tests.weights.call import call
+from tests.weights.corpus import changing
 from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
+from weights.corpus.changes import load_changed
 from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError
 from weights.fetch import fetch, point
@@ -193,3 +196,14 @@ def test_a_checkpoint_that_speaks_of_kinds_is_no_corpus(tmp_path: Path) -> None:
     done = call("fetch", tmp_path / "source", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert load_manifest(tmp_path / "out" / "current").action_names == tuple(names)
+
+
+def test_a_corpus_that_was_changed_is_not_copied_without_its_changes(tmp_path: Path) -> None:
+    towers, corpus = corpora.written(tmp_path)
+    fetch(str(corpus), tmp_path / "before", "posts")
+    _, changes, _ = load_changed(corpus, load_manifest(towers))
+    changes.record(changing.first(1, changes.mark))
+    changes.close()
+    with pytest.raises(CheckpointError, match=r"was changed after it was built.*`corpus snapshot`"):
+        fetch(str(corpus), tmp_path / "after", "posts")
+    assert not [*(tmp_path / "after").glob("*")]

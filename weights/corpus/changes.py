@@ -144,7 +144,7 @@ class ChangeLog:
             database.execute("DELETE FROM state")
             database.execute(SAVE_STATE, (*state, _digest(state)))
             self._check_place()
-            database.execute("COMMIT")
+            self._commit(database, state)
             if not self.is_in(self._stored.path):
                 raise NotStored(
                     "The corpus was replaced on the disk while the change was written: only the one that was replaced has it. Make the "
@@ -162,6 +162,17 @@ class ChangeLog:
         """Let another process use the directory."""
         self._disconnect()
         self._lock.close()
+
+    def _commit(self, database: sqlite3.Connection, state: StateRow) -> None:
+        """End the transaction. What is on the disk decides whether it failed: SQLite may tell of an error once all is written."""
+        try:
+            database.execute("COMMIT")
+        except sqlite3.Error:
+            self._disconnect()  # which rolls back what is not written
+            with closing(_connected(self._path, "rw")) as after:
+                if _state_of(after, self._stored.manifest) != state:
+                    raise
+            sync(self._path.parent)
 
     def _put(self, database: sqlite3.Connection, state: StateRow, change: Change) -> StateRow:
         """Write one change. A deleted post keeps a row only if the corpus as it was built has the post."""
@@ -250,12 +261,16 @@ def _read(directory: Path, manifest: CorpusManifest) -> Change:
     if not path.exists():
         return Change(NO_IDS, no_posts(manifest.width), manifest.first_mark)
     try:
-        with closing(_connected(path, "rw" if os.access(path, os.W_OK) else "ro")) as database:
-            database.execute("BEGIN")  # all of it as of one moment
-            if database.execute("PRAGMA quick_check(1)").fetchall() != [("ok",)]:
+        with closing(sqlite3.connect(":memory:")) as copy:
+            with closing(_connected(path, "rw" if os.access(path, os.W_OK) else "ro")) as database:
+                # a service may be changing the corpus: it waits for a copy, and not until every row is checked
+                database.execute("BEGIN")
+                database.execute("SELECT 1 FROM sqlite_master").fetchone()  # `backup` itself would wait for ever
+                database.backup(copy)
+            if copy.execute("PRAGMA quick_check(1)").fetchall() != [("ok",)]:
                 raise ValueError("SQLite finds an error in its file")
-            state = _state_of(database, manifest)
-            return _change_of(database, state, manifest)
+            state = _state_of(copy, manifest)
+            return _change_of(copy, state, manifest)
     except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _REASONS:

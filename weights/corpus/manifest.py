@@ -115,6 +115,11 @@ class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=
         sequence, digest, position = self.mark
         return Mark(sequence, digest or self.digest[:32], position)
 
+    @property
+    def changes_name(self) -> str:
+        """The file in the corpus's directory that has its changes, if there are any: see `weights.corpus.changes`."""
+        return f"changes-{self.digest[:16]}.sqlite"
+
     def label(self, mark: Mark) -> str:
         """The version to display after changes: `v1` after twelve changes is `v1+12`."""
         return f"{re.sub(r'[+][0-9]+$', '', self.version)}+{mark.sequence}" if mark.sequence else self.version

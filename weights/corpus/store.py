@@ -100,7 +100,7 @@ def load_corpus_manifest(path: str | Path) -> CorpusManifest:
 
 def changes_file(directory: Path, manifest: CorpusManifest) -> Path:
     """Where the changes of this corpus are, if there are any: see `weights.corpus.changes`."""
-    return directory / f"changes-{manifest.digest[:16]}.sqlite"
+    return directory / manifest.changes_name
 
 
 def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -421,3 +422,48 @@ def test_the_log_of_a_file_in_wal_mode_is_its_own(corpus: Path) -> None:
         shutil.copy(corpus.with_name(name), file.with_name(name))
     changing.check(corpus, made)
     assert not file.with_name(f"{file.name}-foreign-wal").exists()
+
+
+class LateError(sqlite3.Connection):
+    """Tells of an error once it has committed, as SQLite does where the directory cannot be synced."""
+
+    def execute(self, statement: str, *more: Any) -> sqlite3.Cursor:
+        done = super().execute(statement, *more)
+        if statement == "COMMIT":
+            raise sqlite3.OperationalError("disk I/O error")
+        return done
+
+
+def test_an_error_after_all_is_written_is_no_failure(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, _ = opened(corpus)
+    made = changing.first(3, changes.mark)
+    changes.record(made[:1])
+    connect = sqlite3.connect
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", lambda *more, **named: connect(*more, **named | {"factory": LateError}))
+        changes.record(made[1:2])
+    changes.record(made[2:])
+    changing.check(corpus, made)
+
+
+def test_a_reader_of_many_changes_holds_no_writer_up(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `corpus snapshot` beside a service: the rows are checked while the next change is made."""
+    changes, _ = opened(corpus)
+    made = changing.first(3, changes.mark)
+    changes.record(made[:2])
+    connect, waited = sqlite3.connect, []
+
+    class Slow(sqlite3.Connection):
+        def execute(self, statement: str, *more: Any) -> sqlite3.Cursor:
+            if statement.startswith("SELECT * FROM posts"):
+                began = time.monotonic()
+                changes.record(made[2:])
+                waited.append(time.monotonic() - began)
+            return super().execute(statement, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", lambda *more, **named: connect(*more, **named | {"factory": Slow}))
+        read = read_changes(corpus, load_corpus_manifest(corpus))
+    assert read.mark == made[1].mark
+    assert max(waited) < 5
+    changing.check(corpus, made)
