@@ -47,8 +47,8 @@ def fetch(
             is_changed = source.exists(f"{root}/{manifest.changes_name}")
         if is_changed:
             raise CheckpointError(
-                f"{url} was changed after it was built, and a copy would lack what is in {manifest.changes_name}: write a corpus that has them with "
-                "`corpus snapshot`, and fetch that."
+                f"{url} was changed after it was built, and a copy would lack what is in {manifest.changes_name}: write a corpus that has "
+                "its changes with `corpus snapshot`, and fetch that."
             )
     target = out / f"{manifest.name}@{manifest.version}"
     with refused_writing(str(target)):

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from app.api.caller import MOST_MEMBERS
 from app.main import create_app
-from app.settings import Auth, Deadline, Limits, Queue, Settings
+from app.settings import Auth, Batching, Deadline, Limits, Queue, Settings
 from model.inputs import Context
 from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
@@ -257,6 +257,29 @@ def test_no_request_gets_longer_than_the_settings_allow(path: str, seconds: floa
         codes = [result["error"] for result in reply.json().get("results", [{"error": reply.json()}])]
         assert [code["code"] for code in codes] == ["deadline_exceeded"]
         gate.opened.set()
+
+
+def test_a_batch_and_an_explanation_end_in_time() -> None:
+    with served(
+        FakeEngine(before=lambda items: time.sleep(0.1)),
+        batching=Batching(max_requests=1),
+        deadline=Deadline(max_seconds=0.35),
+    ) as (client, _):
+        began = time.monotonic()
+        results = client.post("/rank/batch", json=[good(user_id=user) for user in range(1, 17)]).json()
+        assert 0 < sum("error" in result for result in results) < 16
+        events = [{"post_id": number, "author_id": 1} for number in range(1, 17)]
+        assert client.post("/explain", json=good(explain=[90], history=events)).status_code == 504
+        assert time.monotonic() - began < 2 * (0.35 + 0.2) + 0.5
+
+
+@pytest.mark.parametrize("limits", [{"default_seconds": 0.3}, {"max_seconds": 0.3}])
+def test_a_time_that_nobody_asked_for_begins_with_the_first_byte(limits: dict[str, float]) -> None:
+    with listening(FakeEngine(), deadline=Deadline(**limits)) as live, live.connect() as slow:
+        slow.sendall(head())
+        time.sleep(0.5)
+        slow.sendall(BODY)
+        assert read_reply(slow)[0] == 504
 
 
 def test_a_body_in_pieces_is_read_and_a_long_one_cut_off() -> None:

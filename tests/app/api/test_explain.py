@@ -19,13 +19,13 @@ import pytest
 from app.errors import DeadlineExceeded
 from app.main import create_app
 from app.schema import ExplainReply
-from app.settings import Auth, Explore, Settings
+from app.settings import Auth, Explore, Queue, Settings
 from tests.app.api.live import head, listening, read_reply, until
 from tests.goldens import imported
 from tests.support import rankers
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good, in_columns
-from tests.support.fakes import CONFIG, FakeEngine, Gate, fake_loader
+from tests.support.fakes import CONFIG, FakeEngine, Gate, fake_loader, fake_model
 from tests.support.replies import CheckedClient
 
 pytestmark = pytest.mark.anyio
@@ -293,6 +293,40 @@ def test_a_caller_without_a_key_does_not_hear_whether_one_runs() -> None:
         assert read_reply(stranger)[0] == 401
         gate.opened.set()
         assert read_reply(first)[0] == 200
+
+
+def test_a_key_pays_for_an_explanation_at_once_or_not_at_all() -> None:
+    """Such a request may take more than its rate holds once nothing of it is used, as a large `/rank` may."""
+    keys = Auth(keys={"a": hashlib.sha256(b"key").hexdigest()})  # type: ignore[dict-item]
+    with served(auth=keys, queue=Queue(key_candidates_per_second=3.0)) as (client, _):
+        client.headers["x-api-key"] = "key"
+        assert client.post("/explain", json=question()).status_code == 200
+        refused = client.post("/explain", json=question())
+        assert (refused.status_code, refused.json()["code"]) == (429, "overloaded")
+        paid = len(question()["candidates"]) + 2 * (len(question()["history"]) + 2)
+        assert paid / 3.0 - 2 <= int(refused.headers["retry-after"]) <= paid / 3.0 + 1
+
+
+def test_weights_that_are_all_zero_are_warned_of() -> None:
+    with served() as (client, _):
+        reply = client.post("/explain", json=question(weights={"favorite": 0}))
+        assert (reply.status_code, len(reply.json()["warnings"])) == (200, 1)
+
+
+@pytest.mark.one_process("tests.app.processes has the other: it keeps a replaced model for a while")
+async def test_an_explanation_that_meets_a_reload_goes_on() -> None:
+    gate = Gate()
+    made = [fake_model(FakeEngine(2), "v2"), fake_model(FakeEngine(before=gate))]
+    async with rankers.running(load=lambda path, steps: made.pop()) as ranker:
+        transport = httpx.ASGITransport(create_app(ranker.settings, ranker))
+        async with httpx.AsyncClient(transport=transport, base_url=ADDRESS) as client:
+            asking = asyncio.ensure_future(client.post("/explain", json=question()))
+            assert await asyncio.to_thread(gate.entered.wait, 10)
+            await ranker.reloads.reload()
+            gate.opened.set()
+            reply = await asking
+            assert (reply.status_code, reply.headers["x-model-version"]) == (200, "v1"), reply.text
+            assert (await client.post("/rank", json=good())).headers["x-model-version"] == "v2"
 
 
 LONG = fake_loader(config=replace(CONFIG, history_length=300))  # a window that holds more events than are left out

@@ -19,7 +19,7 @@ from app.api.operations import SCRAPE_SHARE, Scrapes
 from app.main import create_app
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
-from app.settings import Group, Settings
+from app.settings import Group, Served, Settings
 from model.engine import EngineError
 from tests.app.api.live import until
 from tests.support import corpora, rankers
@@ -57,11 +57,11 @@ def test_info_has_the_fields_that_the_document_names(client: TestClient) -> None
 
 def test_info_tells_of_the_corpus_but_neither_paths_nor_secrets(tmp_path: Path) -> None:
     retrieval = corpora.setting(tmp_path)
-    with served(retrieval=retrieval) as (client, _):
+    with served(retrieval=retrieval, served=Served(directory=tmp_path / "served")) as (client, _):
         reply = client.get("/info")
     info = reply.json()
     assert info["retrieval"]["corpus"]["posts"] > 0
-    assert not {"auth", "admin", "checkpoint", "retrieval"} & info["settings"].keys()
+    assert not {"auth", "admin", "checkpoint", "retrieval", "served"} & info["settings"].keys()
     assert str(tmp_path) not in reply.text
 
 

@@ -51,6 +51,16 @@ def test_a_handle_is_named_though_nothing_was_ranked(client: TestClient) -> None
     assert content["timings_ms"]["forward"] == 0
 
 
+def test_a_handle_is_looked_up_once(running: tuple[TestClient, LocalService]) -> None:
+    client, ranker = running
+    handle = client.post("/context", json=asked()).json()["context"]
+    found = 'ranker_context_handles_total{result="found"}'
+    for path in ("/recommend", "/retrieve"):
+        before = figure(ranker, found)
+        assert client.post(path, json={"context": handle}).status_code == 200
+        assert figure(ranker, found) == before + 1
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

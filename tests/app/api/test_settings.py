@@ -33,6 +33,24 @@ def test_flags_beat_the_environment_which_beats_defaults(monkeypatch: pytest.Mon
     assert (settings.port, settings.queue.max_candidates, settings.host) == (8102, 77, "127.0.0.1")
 
 
+def test_keys_are_those_of_the_highest_place_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A key that somebody replaces must not count any more."""
+    config = tmp_path / "settings.toml"
+    config.write_text(f'[auth]\nkeys = {{old = "{DIGEST}"}}\n[queue]\nmax_candidates = 77\n')
+    flags = ["--config", str(config)]
+    assert load_settings(flags).auth.keys.keys() == {"old"}
+    monkeypatch.setenv("RANKER_AUTH__KEYS", f'{{"new": "{OTHER_DIGEST}"}}')
+    assert load_settings(flags).auth.keys.keys() == {"new"}
+    settings = load_settings([*flags, "--auth.keys", f'{{"newest": "{"c" * 64}"}}'])
+    assert settings.auth.keys.keys() == {"newest"}
+    assert settings.queue.max_candidates == 77
+
+
+@pytest.mark.parametrize("hosts", ["*", "*.example.com", "ranker,[::1],127.0.0.1", ""])
+def test_hosts_that_a_port_can_have_are_taken(hosts: str) -> None:
+    assert load_settings([f"--hosts={hosts}"]).hosts == hosts
+
+
 @pytest.mark.parametrize("flag", ["--queue.max-candidates", "--queue.max_candidates"])
 @pytest.mark.parametrize("joined", [True, False])
 def test_flags_are_named_like_the_settings(flag: str, joined: bool) -> None:
@@ -102,6 +120,10 @@ def test_names_that_kubernetes_injects_are_explained() -> None:
         ("RANKER_PROBES__HOST", "::g"),
         ("RANKER_ROOT_PATH", "ranker"),
         ("RANKER_ROOT_PATH", "/ranker/"),
+        ("RANKER_ROOT_PATH", "/a%20b"),
+        ("RANKER_HOSTS", "ranker*"),
+        ("RANKER_HOSTS", "*example.com"),
+        ("RANKER_HOSTS", "feed,ranker.example.com:8443"),
     ],
 )
 def test_a_bad_value_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

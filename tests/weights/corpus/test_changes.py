@@ -438,6 +438,8 @@ def test_an_error_after_all_is_written_is_no_failure(corpus: Path, monkeypatch: 
     changes, _ = opened(corpus)
     made = changing.first(3, changes.mark)
     changes.record(made[:1])
+    changes.close()
+    changes, _ = opened(corpus)
     connect = sqlite3.connect
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", lambda *more, **named: connect(*more, **named | {"factory": LateError}))
