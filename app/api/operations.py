@@ -148,7 +148,7 @@ async def build(request: Request) -> Response:
 
 @metrics.get("/metrics", summary="Metrics", responses={200: {"content": {CONTENT_TYPE: {}}}}, response_class=Response)
 async def scrape(request: Request) -> Response:
-    """All metrics in the Prometheus text format. Their names begin with `ranker_`."""
+    """All metrics in the Prometheus text format. The names of our own begin with `ranker_`."""
     return Response(await state_of(request).scrapes.get(), headers={"content-type": CONTENT_TYPE})
 
 

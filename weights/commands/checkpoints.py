@@ -164,8 +164,8 @@ def relabel(
     ] = None,
     score_weights: ScoreWeights = "",
 ) -> None:
-    """Change the names or the score weights of a checkpoint in place. The model's weights stay; version and digest change, so the corpora
-    of a retrieval checkpoint no longer fit it."""
+    """Change the names or the score weights of a checkpoint in place. The model's weights stay; version and digest change. The corpora
+    of a retrieval checkpoint still fit it, unless an older version built them: those name the digest."""
     with refusals():
         changes: dict[str, Any] = {"version": version}
         if name:

@@ -15,7 +15,7 @@ from weights.lab.loop.night import Night
 CLOCK, HISTORIES, EVENTS, ENOUGH = "clock", "histories", "events", "enough"
 LABELS, QUALITY, ORDER = "labels", "quality", "order"
 ABOUT_THE_NIGHT = (CLOCK, HISTORIES, EVENTS, ENOUGH, LABELS)
-"""Checks of the night. One that fails keeps the night out of training, also of later nights."""
+"""Checks of the night. One that fails keeps the night out of training, also of later nights; if it is ENOUGH alone, the night waits."""
 COMPARED_NIGHTS = 7
 
 
