@@ -560,8 +560,12 @@ def load_settings(
 
         print_help(Settings, program)
         raise SystemExit(0)
-    for flag in flags:
-        flag_name = flag.partition("=")[0]
+    for place, flag in enumerate(flags):
+        flag_name, equals, value = flag.partition("=")
+        if flag_name == "--auth.keys" and (
+            problem := problem_of_keys(value if equals else "".join(flags[place + 1 : place + 2]))
+        ):
+            raise SettingsProblem(f"{flag_name}: {problem}")
         if flag_name.startswith("--") and flag_name not in {*names_by_flag, *groups, "--help"}:
             raise SettingsProblem(
                 f"{flag_name} is not a setting; the nearest one is {_nearest(flag_name, names_by_flag)}, "

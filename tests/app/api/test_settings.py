@@ -16,6 +16,7 @@ pytestmark = pytest.mark.one_process("it is about settings alone")
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 OTHER_DIGEST = "b" * 64
+BOTH = f'{{"a": "{DIGEST}", "a": "{OTHER_DIGEST}"}}'
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,9 @@ def test_keys_are_those_of_the_highest_place_alone(monkeypatch: pytest.MonkeyPat
     settings = load_settings([*flags, "--auth.keys", f'{{"newest": "{"c" * 64}"}}'])
     assert settings.auth.keys.keys() == {"newest"}
     assert settings.queue.max_candidates == 77
+    for twice in ([f"--auth.keys={BOTH}"], ["--auth.keys", BOTH]):
+        with pytest.raises(SettingsProblem, match="has one name twice"):
+            load_settings(twice)
 
 
 @pytest.mark.parametrize("hosts", ["*", "*.example.com", "ranker,[::1],127.0.0.1", ""])
