@@ -35,9 +35,10 @@ def _blocking(build: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Conca
 class RankerClient:
     """Blocking. Safe to share between threads, and to use after a fork; close it, or use it in `with`.
 
-    `attempts` includes the first one. `routing_secret` keys the hash of user ids that proxies see. The environment's proxies,
-    certificates and `.netrc` are not used unless `trust_env`; an `api_key` goes before a password in `.netrc`. `http` is a client of your own, whose connections stay yours. Pickled and copied
-    clients open connections of their own. Raises ValueError for an argument that cannot be used.
+    `attempts` includes the first one. `routing_secret` keys the hash of user ids that proxies see. The environment's proxies, certificates
+    and `.netrc` are not used unless `trust_env`; `api_key` goes before a password in `.netrc`. `http` is a client of your own, whose
+    connections stay yours. Pickled and copied clients open connections of their own. Raises ValueError for an argument that cannot be
+    used.
     """
 
     def __init__(
