@@ -52,6 +52,7 @@ interface Reply {
 interface Shown extends Post {
   key: string;
   place: number;
+  slot: number;
   rank: number;
   score: number;
   probabilities: number[];

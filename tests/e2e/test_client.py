@@ -93,11 +93,13 @@ def test_exploration_is_asked_for_and_its_propensities_come_back(ranker: RankerC
     )
     reply = client.post("/rank", json=EXAMPLE | {"explore": explore, "request_id": "feed-17"}).json()
     assert same(ranking, reply)
+    assert ranking.request_id == reply["request_id"] == "feed-17"
     assert all(0 < row.propensity <= 1 for row in ranking.candidates if row.propensity is not None)
     assert not [row for row in ranking.candidates if row.propensity is None]
     asked = RankingRequest(USER, CANDIDATES, HISTORY, impression_ts=NOW, explore=explore)
     (of_batch,) = ranker.rank_batch([asked], timeout_seconds=30)
     assert isinstance(of_batch, Ranking)
+    assert of_batch.request_id.endswith("/0")
     best = ranker.recommend(USER, HISTORY, impression_ts=NOW, k=30, explore=explore, timeout_seconds=30)
     for candidate in (of_batch.candidates[0], best.candidates[0]):
         assert candidate.propensity is not None
@@ -112,6 +114,7 @@ def test_the_client_repeats_what_the_service_replies(ranker: RankerClient, clien
     found = ranker.retrieve(USER, HISTORY, **options)
     reply = client.post("/retrieve", json=VIEWER | {"k": 30, "exclude": ["3"]}).json()
     assert [asdict(post) for post in found.posts] == [post | {"codes": ()} for post in reply["posts"]]
+    assert explained.request_id != found.request_id != ""
     assert (found.corpus, found.visible) == (reply["corpus"], reply["visible"])
     best = ranker.recommend(USER, HISTORY, top_k=5, **options)
     reply = client.post("/recommend", json=VIEWER | {"k": 30, "exclude": ["3"], "top_k": 5}).json()

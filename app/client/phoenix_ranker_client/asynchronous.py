@@ -9,6 +9,8 @@ import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from tenacity import AsyncRetrying
@@ -58,6 +60,8 @@ class AsyncRankerClient:
     ) -> None:
         self._calls, self._attempts = Calls(base_url, api_key, routing_secret), attempts
         self._own, self._trust_env = http, trust_env
+        self._finds_proxies = trust_env and http is None and api_key is not None
+        """aiohttp's `trust_env` reads `.netrc` too, and refuses a call that has a key beside what it finds there."""
         self._opened: dict[asyncio.AbstractEventLoop, Opened] = {}
 
     context = _awaited(Calls.context)
@@ -79,7 +83,7 @@ class AsyncRankerClient:
             http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
                 cookie_jar=aiohttp.DummyCookieJar(),  # a cookie would send every user to the server of one
-                trust_env=self._trust_env,
+                trust_env=self._trust_env and not self._finds_proxies,
             )
             opened = self._opened[loop] = Opened(os.getpid(), http, self._close_at_the_end_of(loop, http))
             await anext(opened.end)
@@ -111,7 +115,13 @@ class AsyncRankerClient:
         with _errors_of(call, trust_env=self._trust_env):
             http = await self._http()
             async with http.post(
-                call.url, data=call.body, headers=headers, timeout=timeout, allow_redirects=False
+                call.url,
+                data=call.body,
+                headers=headers,
+                proxy=_proxy(call.url) if self._finds_proxies else None,
+                timeout=timeout,
+                allow_redirects=False,
+                raise_for_status=False,  # a session of your own may raise errors of its own
             ) as response:
                 content = await response.read()
         return call.result(response.status, response.headers, content)
@@ -131,6 +141,12 @@ class AsyncRankerClient:
         if self._own is not None:
             raise TypeError("an AsyncRankerClient with a session of your own cannot be pickled or copied")
         return self.__dict__ | {"_opened": {}}
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment names for this address, if any."""
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from netrc import NetrcParseError
 from typing import Any, Concatenate, ParamSpec
 
 import httpx
@@ -24,6 +26,7 @@ def _blocking(build: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Conca
 
     @functools.wraps(build)
     def method(self: RankerClient, /, *arguments: P.args, **named: P.kwargs) -> T:
+        self._open()
         return self._send(build(self._calls, *arguments, **named))
 
     return method
@@ -32,9 +35,10 @@ def _blocking(build: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Conca
 class RankerClient:
     """Blocking. Safe to share between threads, and to use after a fork; close it, or use it in `with`.
 
-    `attempts` includes the first one. `routing_secret` keys the hash of user ids that proxies see. The environment's proxies and
-    certificates are not used unless `trust_env`; `http` is a client of your own, whose connections stay yours. Pickled and copied
-    clients open connections of their own. Raises ValueError for an argument that cannot be used.
+    `attempts` includes the first one. `routing_secret` keys the hash of user ids that proxies see. The environment's proxies, certificates
+    and `.netrc` are not used unless `trust_env`; `api_key` goes before a password in `.netrc`. `http` is a client of your own, whose
+    connections stay yours. Pickled and copied clients open connections of their own. Raises ValueError for an argument that cannot be
+    used.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class RankerClient:
         self._own, self._trust_env = http, trust_env
         self._opened: dict[int, httpx.Client] = {}
         """By process: after a fork, replies on a shared connection would go to either."""
+        self._open()
 
     context = _blocking(Calls.context)
     rank = _blocking(Calls.rank)
@@ -59,11 +64,17 @@ class RankerClient:
     retrieve = _blocking(Calls.retrieve)
     recommend = _blocking(Calls.recommend)
 
+    def _open(self) -> None:
+        """Make what holds the connections before a deadline begins: reading the certificates takes tenths of a second."""
+        with suppress(httpx.InvalidURL, ValueError, ImportError):  # the call says so, with its name
+            self._http()
+
     def _http(self) -> httpx.Client:
         if self._own is not None:
             return self._own
         if (process := os.getpid()) not in self._opened:
-            self._opened[process] = httpx.Client(limits=LIMITS, trust_env=self._trust_env)
+            auth = _netrc() if self._trust_env and not self._calls.has_user else None
+            self._opened[process] = httpx.Client(limits=LIMITS, trust_env=self._trust_env, auth=auth)
         return self._opened[process]
 
     def _send(self, call: Call[T]) -> T:
@@ -80,10 +91,11 @@ class RankerClient:
         timeouts = _timeouts(call)
         extensions = {"timeout": timeouts, "trace": lambda event, info: timeouts.update(_timeouts(call))}
         headers = call.headers()
+        auth = None if "authorization" in headers else httpx.USE_CLIENT_DEFAULT
         with _errors_of(call, trust_env=self._trust_env):
             http = self._http()
             request = http.build_request("POST", call.url, content=call.body, headers=headers, extensions=extensions)
-            response = http.send(request, stream=True, follow_redirects=False)
+            response = http.send(request, stream=True, auth=auth, follow_redirects=False)
             try:
                 content = _until_deadline(call, response.iter_bytes())
             finally:
@@ -105,6 +117,17 @@ class RankerClient:
         if self._own is not None:
             raise TypeError("a RankerClient with an HTTP client of your own cannot be pickled or copied")
         return self.__dict__ | {"_opened": {}}
+
+
+def _netrc() -> httpx.NetRCAuth | None:
+    """The users and passwords of the file that NETRC names, else of `~/.netrc`; None where there is none that can be read."""
+    try:
+        return httpx.NetRCAuth(os.environ.get("NETRC"))
+    except OSError:
+        return None
+    except NetrcParseError as error:  # its text may quote a password
+        logging.getLogger(__name__).warning("%s is ignored: line %s cannot be read", error.filename, error.lineno)
+        return None
 
 
 def _timeouts(call: Call[Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
+from enum import Enum
 from typing import Any, Generic, TypeVar
 
 import orjson
@@ -37,6 +38,8 @@ JITTER_SHARE = 0.25  # clients refused at the same moment should not retry at th
 AGAIN = retry_if_exception_type(Unavailable)
 BACKOFF = wait_random_exponential(multiplier=0.1, max=1.0)
 HEADER_VALUE = re.compile("[!-~]([ -~]*[!-~])?")
+REQUEST_ID = re.compile("[A-Za-z0-9_.:@/+=-]{1,128}")  # another one the service would replace
+REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 OK = 200
 
 
@@ -58,9 +61,11 @@ class Call(Generic[T]):
         whole: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self.deadline = time.monotonic() + min(_number_of_seconds(timeout_seconds), LONGEST_SECONDS)
-        self.request_id = request_id or uuid.uuid4().hex
+        self.request_id = uuid.uuid4().hex
         self.url, self.parse = url, parse
         self.shown = re.sub("//.*@", "//", url)  # what errors name: without a user and password
+        if request_id is not None:
+            self.request_id = self._own_id(request_id)
         self._headers = {"content-type": "application/json", "x-request-id": self.request_id, **headers}
         for name, value in self._headers.items():
             if not HEADER_VALUE.fullmatch(value):
@@ -69,6 +74,14 @@ class Call(Generic[T]):
             self.body, self._whole = encode(body()), None if whole is None else encode(whole())
         except Unsendable as error:
             raise self.refused(str(error), error.field, error.message) from error
+
+    def _own_id(self, given: Any) -> str:
+        """The name that the caller gives the call. Raises RequestRefused if the service would replace it."""
+        name = given.value if isinstance(given, Enum) else given
+        text = str(name) if isinstance(name, str | uuid.UUID) else ""
+        if not REQUEST_ID.fullmatch(text):
+            raise self.refused(f"request_id: {REQUEST_ID_RULE}", "request_id", REQUEST_ID_RULE)
+        return text
 
     def send_whole(self) -> bool:
         """Send user and history from now on, in place of the handle. False if there are none to send."""
@@ -102,7 +115,7 @@ class Call(Generic[T]):
         try:
             body = orjson.loads(content)
             if status == OK:
-                return self.parse(body)
+                return self.parse({"request_id": request_id} | body)
         except (ValueError, LookupError, TypeError, AttributeError):  # not from this service: a proxy's page, say
             body = {}
         retry_after = _seconds(headers.get("retry-after", ""))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from phoenix_ranker_client.call import HEADER_VALUE, Call
+from phoenix_ranker_client.encoding import Unsendable
 from phoenix_ranker_client.messages import (
     Candidate,
     ContextRequest,
@@ -34,9 +36,10 @@ MAX_CONNECTIONS = 256
 def routing_key(user_id: Id, secret: bytes = b"") -> str:
     """The value of X-Routing-Key: BLAKE2b of the decimal id, 16 hex digits, keyed by the secret (at most 64 bytes) where there is one.
 
-    7 and "7" are one user. All clients of one deployment must use the same secret.
+    7 and "7" are one user, and so are a member of an enumeration and its value. All clients of one deployment must use the same secret.
     """
-    sent = str(user_id).encode(errors="surrogatepass")  # what is no id is for the service to refuse
+    plain = user_id.value if isinstance(user_id, Enum) else user_id
+    sent = str(plain).encode(errors="surrogatepass")  # what is no id is for the service to refuse
     return hashlib.blake2b(sent, digest_size=8, key=secret).hexdigest()
 
 
@@ -52,6 +55,10 @@ class Calls:
         except (TypeError, ValueError):
             raise ValueError("routing_secret must be at most 64 bytes, as a bytes object") from None
         self._base_url, self._secret = _address(base_url), routing_secret
+        self.has_user = "@" in urlsplit(self._base_url).netloc
+        """Whether the address has a user, and perhaps a password."""
+        if self.has_user and api_key is not None:
+            raise ValueError("base_url must have no user and password beside api_key: a call can show only one of them")
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
     def context(
@@ -65,7 +72,7 @@ class Calls:
     ) -> Call[str]:
         """Have the service compute user and history ahead; returns their handle, empty if it keeps nothing of this size."""
         request = ContextRequest(user_id, history)
-        return self._call("context", request, lambda body: str(body.get("context", "")), timeout_seconds, request_id)
+        return self._call("context", request, _handle, timeout_seconds, request_id)
 
     def rank(
         self,
@@ -94,10 +101,15 @@ class Calls:
 
         Requests that have a history are sent whole. A proxy routes the call by its first user: put one user's requests together.
         """
-        requests = list(requests)
+        listed = list(requests) if isinstance(requests, Iterable) else []
 
         def body() -> dict[str, Any]:
-            return {"requests": [request.to_json(whole=request.history is not None) for request in requests]}
+            if not isinstance(requests, Iterable):
+                raise Unsendable("requests", f"must be a sequence of RankingRequest, not a {type(requests).__name__}")
+            for place, request in enumerate(listed):
+                if not isinstance(request, RankingRequest):
+                    raise Unsendable(f"requests[{place}]", f"must be a RankingRequest, not a {type(request).__name__}")
+            return {"requests": [request.to_json(whole=request.history is not None) for request in listed]}
 
         def parse(reply: Any) -> list[Ranking | RankerError]:
             results = reply["results"]
@@ -108,9 +120,9 @@ class Calls:
                 for result in results
             ]
 
-        headers = self._headers | (
-            {"x-routing-key": routing_key(requests[0].user_id, self._secret)} if requests else {}
-        )
+        headers = self._headers
+        if listed and isinstance(listed[0], RankingRequest):
+            headers = headers | {"x-routing-key": routing_key(listed[0].user_id, self._secret)}
         return Call(f"{self._base_url}/rank/batch", body, parse, timeout_seconds, request_id, headers)
 
     def explain(
@@ -174,6 +186,13 @@ class Calls:
             headers["x-corpus-at-least"] = str(at_least)
         whole = partial(request.to_json, whole=True) if request.context and request.history is not None else None
         return Call(f"{self._base_url}/{path}", request.to_json, parse, timeout_seconds, request_id, headers, whole)
+
+
+def _handle(body: Mapping[str, Any]) -> str:
+    """The handle of a reply to /context, empty if the service keeps nothing. Raises LookupError for the reply of another service."""
+    if not {"model", "history_used"} <= set(body):
+        raise LookupError
+    return str(body.get("context", ""))
 
 
 def _address(base_url: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import MISSING, dataclass, fields
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, TypeVar
@@ -11,6 +11,13 @@ from phoenix_ranker_client.encoding import Unsendable
 
 Id = int | str
 R = TypeVar("R", bound="Reply")
+
+
+def _keep(item: Any, names: Iterable[str]) -> None:
+    """Keep what a generator in one of these fields yields: it can be read only once."""
+    for name in names:
+        if isinstance(value := getattr(item, name), Iterator):
+            object.__setattr__(item, name, tuple(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,9 @@ class Event:
     dwell_time: float = 0.0
     codes: Sequence[int] = ()
 
+    def __post_init__(self) -> None:
+        _keep(self, ("actions", "codes"))
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -35,6 +45,9 @@ class Candidate:
     product_surface: int = 0
     created_at: int = 0
     codes: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        _keep(self, ("codes",))
 
 
 class Request:
@@ -47,10 +60,7 @@ class Request:
     context: str | None
 
     def __post_init__(self) -> None:
-        """Keep what a generator yields: it can be read only once."""
-        for field in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            if isinstance(value := getattr(self, field.name), Iterator):
-                object.__setattr__(self, field.name, tuple(value))
+        _keep(self, (field.name for field in fields(self)))  # type: ignore[arg-type]  # every subclass is a dataclass
 
     def to_json(self, *, whole: bool = False) -> dict[str, Any]:
         """The body, with posts as columns, for `encode`. `whole`: with user and history even where there is a handle. Raises Unsendable
@@ -119,7 +129,8 @@ class RetrievalRequest(Request):
 
 
 class Reply:
-    """A reply that holds posts. `ROWS`: the name of the field with the posts, and the dataclass of one post."""
+    """A reply that holds posts. `ROWS`: the name of the field with the posts, and the dataclass of one post. `request_id` of each reply is
+    the name that the service gave the request in its logs, and drew its ranks by."""
 
     __slots__ = ()
     ROWS: ClassVar[tuple[str, type]]
@@ -166,6 +177,7 @@ class Ranking(Reply):
     timings_ms: dict[str, float]
     context: str = ""
     warnings: Sequence[str] = ()
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +208,7 @@ class Explanation(Reply):
     history_dropped: int
     timings_ms: dict[str, float]
     context: str = ""
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +235,7 @@ class Retrieval(Reply):
     posts: list[RetrievedPost]
     visible: int
     timings_ms: dict[str, float]
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +264,8 @@ class Recommendation(Reply):
     visible: int
     timings_ms: dict[str, float]
     context: str = ""
+    warnings: Sequence[str] = ()
+    request_id: str = ""
 
 
 class RankerError(Exception):
@@ -342,6 +358,9 @@ def _columns(kind: type, posts: Any, place: str) -> dict[str, list[Any]]:
             raise
         raise Unsendable(place, f"must be a sequence of {kind.__name__}, not a {type(posts).__name__}") from error
     columns = {field.name: list(map(attrgetter(field.name), rows)) for field in fields(kind)}
+    for row, codes in enumerate(columns["codes"]):
+        if not isinstance(codes, Sized):
+            raise Unsendable(f"{place}.codes[{row}]", f"must be a sequence of integers, not a {type(codes).__name__}")
     if not any(map(len, columns["codes"])):
         del columns["codes"]
     return columns

@@ -2,7 +2,9 @@
 
 let key = ""; // where the service wants one: kept in this page alone, never in its link
 
+/** Send this key from now on. Raises an Error with a sentence for the reader where no header can hold it. */
 export const useKey = (given) => {
+  if (!/^[!-~]([ -~]*[!-~])?$/.test(given)) throw new Error("A key has letters, digits and signs of ASCII alone. Copy it again, as plain text.");
   key = given;
 };
 

@@ -6,7 +6,7 @@ import { draw, drawLists } from "./draw.js";
 import { byId } from "./dom.js";
 import { AGAINST, words } from "./names.js";
 import { Past } from "./past.js";
-import { body, normal } from "./state.js";
+import { body, normal, withKeys } from "./state.js";
 import { STORIES } from "./stories.js";
 import { eventWith, liked } from "./timeline.js";
 
@@ -50,21 +50,23 @@ export const app = /** @type {any} */ ({
   body(side) {
     return body(this.state, side);
   },
-  /** Of the reply that a side has; none before its first, as when a comparison has just begun. */
+  /** Of the reply that a side has; none before its first, as when a comparison has just begun. Each has a `key` that it keeps from one
+   * ranking to the next, and as `slot` its place in the reply, which is that in the request. */
   posts(side = this.state.side) {
-    return (this.replies[side]?.candidates ?? []).map((post) => this.known(post));
+    const { candidates = [], sent } = this.replies[side] ?? {};
+    return withKeys(candidates.map((post, slot) => ({ ...this.known({ ...sent.candidates?.[slot], ...post }), slot })));
   },
-  /** What a side's list shows, best first: each with a `key` that it keeps from one ranking to the next, and its `place`. */
+  /** What a side's list shows, best first: each with its `place`, and an author's `key` where each has one post. */
   shown(side) {
     const { onePer } = this.state;
     const keys = new Set();
     return this.posts(side)
       .sort((a, b) => a.rank - b.rank)
-      .map((post) => ({ ...post, key: onePer && post.author_id !== "0" ? `author ${post.author_id}` : post.post_id }))
+      .map((post) => ({ ...post, key: onePer && post.author_id !== "0" ? `author ${post.author_id}` : post.key }))
       .filter(({ key }) => !keys.has(key) && keys.add(key))
       .map((post, place) => ({ ...post, place: place + 1 }));
   },
-  /** A post of a reply, with its author and its time. */
+  /** A post of a reply, with its author and its time: as they were sent, else as they are known. */
   known(post) {
     return { author_id: "0", ...this.names.posts.get(String(post.post_id)), ...post, post_id: String(post.post_id) };
   },
@@ -174,12 +176,15 @@ export const app = /** @type {any} */ ({
     this.gesture.key = "";
   },
 
-  /** Like a post of a topic: the best one of the corpus for this user, else one that is known here. */
+  /** Like a post of a topic: the best one of the corpus for this user, else one that is known here. For nobody without a history the
+   * service has no best ones: then a post of an author of the topic, where one is known. */
   async likeTopic(topic) {
     const met = new Set(this.request.history.map((event) => event.post_id));
     const isNew = ([id, post]) => post.topic === topic && !met.has(id);
-    if (this.canRetrieve && ![...this.names.posts].some(isNew)) {
-      const { user_id, history } = this.body(this.state.side);
+    const ofTopic = Object.keys(this.names.authors).find((each) => this.names.authors[each].topic === topic);
+    const { user_id, history } = this.body(this.state.side);
+    const isAnybody = user_id !== "0" || history.length > 0;
+    if (this.canRetrieve && (isAnybody || !ofTopic) && ![...this.names.posts].some(isNew)) {
       try {
         this.names.learn((await call("retrieve", { user_id, history, topics: [topic], k: 20 })).value.posts);
       } catch (refused) {
@@ -188,7 +193,7 @@ export const app = /** @type {any} */ ({
       }
     }
     const [id, post] = [...this.names.posts].find(isNew) ?? [];
-    const author = post?.author_id ?? Object.keys(this.names.authors).find((each) => this.names.authors[each].topic === topic);
+    const author = post?.author_id ?? ofTopic;
     if (!author) return;
     const event = id ? { post_id: id, author_id: author, actions: liked(this.actions), dwell_time: 12, ...this.names.codes({ post_id: id }) } : eventWith(this, author, liked(this.actions));
     this.change(`like ${topic} ${this.request.history.length}`, `Liked a post about ${topic}, of ${this.names.author(author)}`, (request) => request.history.push(event));
@@ -256,7 +261,8 @@ export const app = /** @type {any} */ ({
     const own = this.withK(normal(request, this.actions));
     this.past.keep(this.state, "A request of your own");
     this.state.sides = this.state.sides.map((side, at) => (at === this.state.side ? own : side));
-    Object.assign(this.state, { source: own.candidates.length ? "rank" : "recommend", start: own.impression_ts, story: "" });
+    const source = own.candidates.length ? "rank" : "recommend";
+    Object.assign(this.state, { source, onePer: source === "recommend", start: own.impression_ts, story: "" });
     this.reset();
   },
 });

@@ -2,6 +2,7 @@
 
 import { byId, button, h, rebuild } from "./dom.js";
 import { short } from "./names.js";
+import { withKeys } from "./state.js";
 import { authorChoice } from "./timeline.js";
 
 const MOST = 40; // rows; more are edited as JSON
@@ -13,9 +14,9 @@ export function drawCandidates(/** @type {App} */ app) {
   posts.hidden = state.source !== "rank";
   if (posts.hidden) return;
   byId("posts-title").textContent = `The posts to rank (${request.candidates.length})`;
-  const scores = new Map(app.posts().map((post) => [post.post_id, post.score]));
-  const before = new Map([...(app.before[state.side]?.values() ?? [])].map((post) => [post.post_id, post.score]));
-  const rows = request.candidates.slice(0, MOST).map((post, place) => drawPost(app, post, place, scores.get(post.post_id), before.get(post.post_id)));
+  const scores = new Map(app.posts().map((post) => [post.key, post.score]));
+  const before = new Map([...(app.before[state.side]?.values() ?? [])].map((post) => [post.key, post.score]));
+  const rows = withKeys(request.candidates.slice(0, MOST)).map((post, place) => drawPost(app, post, place, scores.get(post.key), before.get(post.key)));
   rebuild(byId("candidates"), rows);
   const add = () => app.addCandidate();
   rebuild(byId("candidates-more"), [
@@ -24,11 +25,11 @@ export function drawCandidates(/** @type {App} */ app) {
   ]);
 }
 
-/** @param {App} app @param {Post} post @param {number} place @param {number | undefined} score @param {number | undefined} was */
+/** @param {App} app @param {Post & {key: string}} post @param {number} place @param {number | undefined} score @param {number | undefined} was */
 function drawPost(app, post, place, score, was) {
   const { request, names } = app;
   const who = names.post(post);
-  const key = `post ${post.post_id}`;
+  const key = `post ${post.key}`;
   const edit = (/** @type {string} */ label, /** @type {(post: Post) => void} */ change) =>
     app.change(key, label, (/** @type {Side} */ changed) => change(changed.candidates[place]));
   const hours = request.impression_ts && post.created_at ? Math.round((request.impression_ts - post.created_at) / 3600) : "";

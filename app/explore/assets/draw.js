@@ -37,7 +37,7 @@ export function drawLists(app) {
       ...{ names: app.names, disliked: app.negative[0], actions: reply.actions, weights: reply.weights, reach, before },
       ...{ impression: reply.sent.impression_ts, open: state.open, explained: app.explained[side], next: posts[place + 1] },
       ...{ attention: app.attention, askAttention: (/** @type {boolean} */ on) => app.askAttention(on) },
-      ...{ count: posts.length, slot: (reply.sent.candidates ?? posts).findIndex((/** @type {Post} */ { post_id }) => String(post_id) === posts[place]?.post_id) },
+      ...{ count: posts.length, slot: reply.sent.candidates ? (posts[place]?.slot ?? -1) : place },
     });
   }
   byId("skeleton")?.remove();

@@ -13,6 +13,8 @@ import { withoutExample } from "./stories.js";
 import { askForKey, drawTools } from "./tools.js";
 
 const PENDING_MS = 150; // after which it is shown that the service is asked
+const LONG_SECONDS = 5; // a wait that is said
+const MOST_MS = 2 ** 31 - 1; // of a timer
 
 /** Ask for one side's ranking, and who wrote the posts where the reply does not say it. The reply keeps what it answers.
  * @param {number} side @returns {Promise<{value: Reply, milliseconds: number}>} */
@@ -34,6 +36,7 @@ async function ask(side) {
 }
 
 const rank = latest(async () => {
+  clearTimeout(waiting.get(rank));
   const pending = setTimeout(() => byId("lists").setAttribute("aria-busy", "true"), PENDING_MS);
   try {
     const sides = app.state.sides.map((_, side) => side);
@@ -63,6 +66,7 @@ const rank = latest(async () => {
 });
 
 /** @type {Date | null} */ let rankedAt = null;
+/** @type {Map<() => void, number>} */ const waiting = new Map(); // the timer of what is asked again
 
 const explain = latest(async () => {
   for (const side of app.replies.keys()) {
@@ -84,15 +88,19 @@ function explainSoon(/** @type {number} */ milliseconds) {
 function tell(refused, again) {
   const when = rankedAt && byId("lists").childElementCount ? ` The list is the ranking of ${rankedAt.toLocaleTimeString("en-GB")}, and may be out of date.` : "";
   const isAway = [0, 429, 503].includes(refused.status);
+  const seconds = refused.retryAfter ?? 1;
+  const soon = isAway ? ` Trying again${seconds > LONG_SECONDS ? ` in ${seconds} s` : ""}.` : "";
   if (rankedAt) document.body.dataset.stale = "";
   const ways = [
     app.past.back.length > 0 && button("problem-undo", "Undo", () => app.undo()),
     app.carried && button("problem-restart", "Open the start", () => app.tellStory(app.first(), "Opened the start")),
   ];
-  problem(`${refused.message}${when}${isAway ? " Trying again." : ""}`, isAway ? [] : ways);
+  problem(`${refused.message}${when}${soon}`, isAway ? [] : ways);
   if (refused.status === 401) askForKey(again);
-  else if (isAway) setTimeout(again, 1000 * Math.min(refused.retryAfter ?? 1, 5));
-  else if (refused.status === undefined) throw refused;
+  else if (isAway) {
+    clearTimeout(waiting.get(again));
+    waiting.set(again, setTimeout(again, Math.min(1000 * seconds, MOST_MS)));
+  } else if (refused.status === undefined) throw refused;
 }
 
 /** @param {string} text @param {any[]} ways out of it */ function problem(text, ways) {

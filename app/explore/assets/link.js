@@ -31,7 +31,8 @@ export async function unpack(text, actions) {
 }
 
 const isObject = (/** @type {any} */ value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const isId = (/** @type {any} */ value) => typeof value === "string" && /^\d{1,20}$/.test(value);
+/** As the service reads ids: an integer's digits, or with text ids a text of 1 to 128 bytes. @param {any} value */
+const isId = (value) => typeof value === "string" && value !== "" && value.isWellFormed() && new TextEncoder().encode(value).length <= 128;
 const isNumber = (/** @type {any} */ value) => Number.isFinite(value);
 const isNumbers = (/** @type {any} */ value) => isObject(value) && Object.values(value).every(isNumber);
 const isTruth = (/** @type {any} */ value) => typeof value === "boolean";

@@ -15,7 +15,7 @@ export class Names {
   learn(posts) {
     for (const post of posts) {
       const known = this.posts.get(post.post_id);
-      const topic = post.topics?.[0] ?? known?.topic ?? this.authors[post.author_id]?.topic;
+      const topic = post.topics?.[0] ?? this.topic(post);
       const created_at = post.created_at || known?.created_at || 0;
       this.posts.set(post.post_id, { author_id: post.author_id, topic, created_at, ...codesOf(post, known) });
     }
@@ -41,8 +41,11 @@ export class Names {
     return this.titles[post.post_id]?.name ?? this.author(post.author_id);
   }
 
-  /** @param {{post_id: string, author_id: string}} post @returns {string | undefined} */ topic(post) {
-    return this.posts.get(post.post_id)?.topic ?? this.authors[post.author_id]?.topic;
+  /** What is known of the post itself, unless it is given another author here; else its author's. @param {{post_id: string, author_id: string}} post
+   * @returns {string | undefined} */
+  topic(post) {
+    const known = this.posts.get(post.post_id);
+    return (known?.author_id === post.author_id ? known.topic : undefined) ?? this.authors[post.author_id]?.topic;
   }
 
   user(/** @type {string} */ id) {

@@ -6,6 +6,7 @@ import { FOR_RETRIEVAL, without } from "./state.js";
 const MOST = 12; // posts in the map
 
 /** What is asked of a side: its posts as candidates, where they are of the corpus only those in the map, since scores are each post's own.
+ * The open one comes first: of several posts with one id the first is explained.
  * @param {App} app @param {number} side */
 function question(app, side) {
   const shown = app.shown(side);
@@ -13,7 +14,9 @@ function question(app, side) {
   const posts = [...new Set([...shown.slice(0, MOST), ...shown.slice(open, open + 2)])];
   const { sent } = app.replies[side];
   const few = posts.map((post) => ({ post_id: post.post_id, author_id: post.author_id, created_at: post.created_at ?? 0, ...app.names.codes(post) }));
-  return { posts, request: without({ ...sent, candidates: sent.candidates ?? few }, FOR_RETRIEVAL), open: shown[open] };
+  const slot = shown[open]?.slot ?? 0;
+  const candidates = sent.candidates ? [sent.candidates[slot], ...sent.candidates.toSpliced(slot, 1)] : few;
+  return { posts, request: without({ ...sent, candidates }, FOR_RETRIEVAL), open: shown[open] };
 }
 
 /** The reasons of one side. @param {App} app @param {number} side @param {(seconds: number) => void} again @returns {Promise<Explained>} */

@@ -1,7 +1,7 @@
 // Requests as the page keeps them, what is sent of them, and the call as text.
 
 export const FOR_RETRIEVAL = ["k", "exclude", "exclude_history", "topics", "min_score", "max_age_seconds"];
-const LEFT_OUT = ["top_k", "actions_wanted", "reply", "request_id", "score"]; // the page shows all posts, all actions and the sum
+const LEFT_OUT = ["top_k", "actions_wanted", "reply", "request_id", "score", "explore"]; // the page shows all posts by the sum, and all actions
 
 /** A request as the page keeps it: lists of objects, ids as text, actions and weights by name with their values.
  * @param {any} request @param {string[]} actions @returns {Side} */
@@ -32,6 +32,17 @@ function entries(taken = [], actions) {
   return (items[names[0]] ?? []).map((/** @type {any} */ _, /** @type {number} */ row) =>
     Object.fromEntries(names.map((name) => [name, items[name][row]])),
   );
+}
+
+/** The posts, each with a `key` of its own: its id or, where an earlier one has that id, how many have it too.
+ * @template {{post_id: string}} P @param {P[]} posts @returns {(P & {key: string})[]} */
+export function withKeys(posts) {
+  /** @type {Map<string, number>} */ const met = new Map();
+  return posts.map((post) => {
+    const count = 1 + (met.get(post.post_id) ?? 0);
+    met.set(post.post_id, count);
+    return { ...post, key: count === 1 ? post.post_id : `${post.post_id} no. ${count}` };
+  });
 }
 
 /** A request's text as a value; numbers that JavaScript would round stay text. @param {string} text */

@@ -107,12 +107,18 @@ function openRequest(/** @type {App} */ app) {
 /** Ask for an API key, which stays in this page. @param {() => void} again */
 export function askForKey(again) {
   const key = h("input", { type: "password", id: "key", autocomplete: "off" });
+  const told = h("p", { class: "against", role: "alert" });
   const use = (/** @type {any} */ event) => {
     event.preventDefault();
-    useKey(key.value);
+    try {
+      useKey(key.value.trim());
+    } catch (error) {
+      told.textContent = /** @type {Error} */ (error).message;
+      return;
+    }
     byId("request").close();
     again();
   };
   const press = h("div", { class: "tools" }, h("button", { class: "main" }, "Use it"));
-  show(h("form", { onsubmit: use }, h("h2", { id: "request-title" }, "This service requires an API key"), h("label", { class: "field" }, "Key", key), press));
+  show(h("form", { onsubmit: use }, h("h2", { id: "request-title" }, "This service requires an API key"), h("label", { class: "field" }, "Key", key), told, press));
 }

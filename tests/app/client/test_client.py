@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import enum
 import gc
@@ -22,6 +23,7 @@ from decimal import Decimal
 from email.message import Message
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -334,7 +336,12 @@ def test_plain_values_of_other_types_are_sent(start: Start, value: Any, plain: A
         ({"candidates": [{"post_id": 1, "author_id": 2, "topic": 3}]}, r"candidates\[0\]: must be Candidate"),
         ({"candidates": 5}, "candidates: must be a sequence of Candidate"),
         ({"history": [17]}, r"history\[0\]: must be Event"),
-        ({"request_id": "a\nb"}, "x-request-id: must|x-request-id must be printable ASCII"),
+        ({"candidates": [Candidate(1, 2), Candidate(1, 2, codes=None)]}, r"candidates\.codes\[1\]: must be a sequence"),  # type: ignore[arg-type]
+        ({"history": [Event(1, 2, codes=5)]}, r"history\.codes\[0\]: must be a sequence of integers, not a int"),  # type: ignore[arg-type]
+        ({"request_id": "a\nb"}, "request_id: must be 1 to 128 letters, digits or any of"),
+        ({"request_id": "feed 17"}, "request_id: must be 1 to 128 letters"),
+        ({"request_id": ""}, "request_id: must be 1 to 128 letters"),
+        ({"request_id": 17}, "request_id: must be 1 to 128 letters"),
     ],
 )
 def test_a_value_that_cannot_be_sent_is_named(start: Start, request_of: dict[str, Any], name: str) -> None:
@@ -343,9 +350,72 @@ def test_a_value_that_cannot_be_sent_is_named(start: Start, request_of: dict[str
         ranker.rank(**{"user_id": 7, "candidates": CANDIDATES, "history": HISTORY} | request_of)
     assert script.requests == []
     assert raised.value.request_id
-    if "request_id" not in request_of:
-        [(field_name, _)] = raised.value.errors
-        assert str(raised.value.detail).startswith(field_name)
+    [(field_name, _)] = raised.value.errors
+    assert str(raised.value.detail).startswith(field_name)
+
+
+@pytest.mark.parametrize(
+    ("requests", "name"),
+    [
+        ([{"user_id": 7, "candidates": CANDIDATES}], r"requests\[0\]: must be a RankingRequest, not a dict"),
+        ([RankingRequest(7, CANDIDATES), 5], r"requests\[1\]: must be a RankingRequest, not a int"),
+        (None, "requests: must be a sequence of RankingRequest, not a NoneType"),
+    ],
+)
+def test_a_batch_of_other_things_is_refused(start: Start, requests: Any, name: str) -> None:
+    script = start()
+    with RankerClient(script.url) as ranker, pytest.raises(RequestRefused, match=name):
+        ranker.rank_batch(requests)
+    assert script.requests == []
+
+
+def test_a_generator_within_a_post_is_sent_each_time(start: Start) -> None:
+    script = start(UNKNOWN, good())
+    posts = [Candidate(1, 2, codes=(code for code in (3, 4)))]  # type: ignore[arg-type]
+    events = [Event(1, 2, (name for name in ("reply",)), codes=iter([5]))]  # type: ignore[arg-type]
+    with RankerClient(script.url) as ranker:
+        ranker.rank(7, posts, events, context="h1")
+    handled, whole = script.bodies()
+    assert handled["candidates"]["codes"] == whole["candidates"]["codes"] == [[3, 4]]
+    assert (whole["history"]["actions"], whole["history"]["codes"]) == ([["reply"]], [[5]])
+
+
+@both
+def test_a_reply_says_the_name_of_its_request(start: Start, is_async: bool) -> None:
+    script = start(Reply(headers={"x-request-id": "given"}))
+    assert ask(script, is_async=is_async).request_id == "given"
+    script = start(good(), Reply(content=orjson.dumps({"results": [GOOD | {"request_id": "a/0"}]})))
+    with RankerClient(script.url) as ranker:
+        assert ranker.rank(7, CANDIDATES, request_id=UUID(int=3)).request_id == str(UUID(int=3))  # type: ignore[arg-type]
+        (row,) = ranker.rank_batch([RankingRequest(7, CANDIDATES)])
+    assert script.requests[0][0]["x-request-id"] == str(UUID(int=3))
+    assert isinstance(row, Ranking)
+    assert row.request_id == "a/0"
+
+
+@both
+def test_a_context_of_another_service_is_no_handle(start: Start, is_async: bool) -> None:
+    script = start(Reply(content=b'{"status": "ok"}'))
+
+    def call() -> object:
+        if is_async:
+            return asyncio.run(AsyncRankerClient(script.url).context(7))
+        return RankerClient(script.url).context(7)
+
+    with pytest.raises(UnexpectedReply):
+        call()
+
+
+def test_a_recommendation_has_its_warnings(start: Start) -> None:
+    best = {"models": {}, "corpus": {}, "actions": [], "candidates": [], "visible": 0, "timings_ms": {}}
+    script = start(Reply(content=orjson.dumps(best | {"warnings": ["All weights are 0."]})))
+    with RankerClient(script.url) as ranker:
+        assert ranker.recommend(7, HISTORY).warnings == ["All weights are 0."]
+
+
+def test_a_member_of_an_enumeration_is_routed_as_its_value() -> None:
+    kind = enum.Enum("kind", {"ANNA": "anna", "SEVEN": 7})
+    assert [routing_key(user) for user in kind] == [routing_key("anna"), routing_key(7)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("timeout_seconds", [None, math.nan, "soon", timedelta(seconds=1)])
@@ -377,6 +447,74 @@ def test_a_key_that_no_header_can_hold_is_refused_unshown(key: str) -> None:
     with pytest.raises(ValueError, match="api_key must be printable ASCII") as raised:
         RankerClient("http://ranker", api_key=key)
     assert not key.strip() or key not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [RankerClient, AsyncRankerClient])
+def test_a_password_of_the_address_beside_a_key_is_refused(kind: type[RankerClient]) -> None:
+    with pytest.raises(ValueError, match="base_url must have no user and password beside api_key") as raised:
+        kind("http://anna:secret@ranker", api_key="k")
+    assert "secret" not in str(raised.value)
+
+
+@both
+@pytest.mark.parametrize(
+    ("options", "user", "sent"),
+    [
+        ({"trust_env": True}, "", "bob:word"),
+        ({"trust_env": True}, "anna:secret@", "anna:secret"),
+        ({"trust_env": True, "api_key": "k"}, "", "k"),
+        ({}, "", None),
+    ],
+    ids=["netrc", "address", "key", "no environment"],
+)
+def test_a_call_shows_one_credential(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: Any, user: str, sent: str | None, is_async: bool
+) -> None:  # fmt: skip
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login bob password word\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    script = start(good())
+    script.url = script.url.replace("//", f"//{user}")
+    ask(script, is_async=is_async, **options)
+    basic = sent and f"Basic {base64.b64encode(sent.encode()).decode()}"
+    assert script.requests[0][0]["authorization"] == ("Bearer k" if sent == "k" else basic)
+
+
+@both
+@pytest.mark.parametrize("content", [None, "machine 127.0.0.1 secret"])
+def test_a_netrc_that_cannot_be_read_is_ignored(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None, is_async: bool
+) -> None:
+    if content is not None:
+        (tmp_path / "netrc").write_text(content)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    script = start(good())
+    assert ask(script, is_async=is_async, trust_env=True).candidates
+    assert script.requests[0][0]["authorization"] is None
+
+
+def test_a_session_that_raises_errors_is_as_good_as_another(start: Start) -> None:
+    script = start(refusal(422, "invalid_request"))
+
+    async def call() -> None:
+        async with aiohttp.ClientSession(raise_for_status=True) as session:
+            await AsyncRankerClient(script.url, http=session).rank(7, CANDIDATES)
+
+    with pytest.raises(RequestRefused, match="why"):
+        asyncio.run(call())
+
+
+def test_what_holds_the_connections_is_no_part_of_a_deadline(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(httpx.Client):
+        def __init__(self, **options: Any) -> None:
+            time.sleep(0.5)
+            super().__init__(**options)
+
+    monkeypatch.setattr(httpx, "Client", Slow)
+    script = start(good(), good(), good())
+    with RankerClient(script.url) as ranker:
+        assert ranker.rank(7, CANDIDATES, timeout_seconds=0.4).candidates
+        with pickle.loads(pickle.dumps(ranker)) as again:
+            assert again.rank(7, CANDIDATES, timeout_seconds=0.4).candidates
 
 
 def test_an_error_and_its_parts_can_be_pickled() -> None:
@@ -542,6 +680,9 @@ def test_the_environments_proxy_is_not_used_unless_asked(
             RankerClient(listener, trust_env=True, attempts=1) as ranker,
         ):
             ranker.rank(7, CANDIDATES)
+        for key in (None, "k"):
+            with pytest.raises(Unavailable, match=f"{listener}.*proxy"):
+                asyncio.run(AsyncRankerClient(listener, trust_env=True, attempts=1, api_key=key).rank(7, CANDIDATES))
 
 
 @both

@@ -19,7 +19,7 @@ import pytest
 from pydantic import SecretStr
 
 from app.settings import Auth, Queue
-from tests.app.api.live import listening
+from tests.app.api.live import Live, listening
 from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, WEIGHTS, Explorer, Json, ranked
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
@@ -112,6 +112,16 @@ def test_a_liked_topic_is_an_event_with_a_post_of_it(tab: Explorer, client: http
     assert tab.shown() == ranked(client, EXAMPLE | {"history": [*EXAMPLE["history"], event]})
 
 
+def test_nobody_without_a_history_can_like_any_topic(tab: Explorer, client: httpx.Client) -> None:
+    tab.open("story=unknown")
+    for topic in tab.page.locator(".topic.chip").all_inner_texts():
+        tab.open("story=unknown").click(topic, exact=True)
+        request = tab.sent()
+        (event,) = request["history"]
+        assert NAMES["authors"][event["author_id"]]["topic"] == topic
+        assert tab.shown() == ranked(client, request)
+
+
 def test_candidates_are_edited_by_hand(tab: Explorer, client: httpx.Client) -> None:
     tab.open().page.locator("#posts > summary").click()
     rows, posts = tab.page.locator("#candidates li"), copy.deepcopy(EXAMPLE["candidates"])
@@ -128,6 +138,37 @@ def test_candidates_are_edited_by_hand(tab: Explorer, client: httpx.Client) -> N
     assert tab.shown() == ranked(client, EXAMPLE | {"candidates": posts})
     tab.click("Add a post")
     assert len(tab.shown()) == len(EXAMPLE["candidates"])
+
+
+def test_an_edited_post_is_shown_and_liked_as_it_is_now(tab: Explorer) -> None:
+    tab.open().page.locator("#posts > summary").click()
+    edited, row = tab.page.locator(f'#candidates [data-post="{CANDIDATE["post_id"]}"]'), tab.page.locator(ROW)
+    author = edited.get_by_role("combobox")
+    author.focus()
+    tab.settle(lambda: author.select_option(REPORTED))
+    about = NAMES["authors"][REPORTED]
+    assert [row.locator(part).text_content() for part in ("strong", ".topic")] == [about["name"], about["topic"]]
+    tab.settle(lambda: edited.get_by_role("spinbutton").fill("288") or tab.page.keyboard.press("Tab"))
+    assert row.locator(".about").text_content() == "12 d old"
+    tab.settle(lambda: row.get_by_role("button", name="Like").click())
+    event = tab.sent()["history"][-1]
+    assert (event["post_id"], event["author_id"]) == (CANDIDATE["post_id"], REPORTED)
+
+
+def test_two_posts_of_one_id_both_have_a_row_and_reasons(tab: Explorer, client: httpx.Client) -> None:
+    other = CANDIDATE | {"author_id": REPORTED}
+    twice = EXAMPLE | {"candidates": [*EXAMPLE["candidates"][:2], other]}
+    tab.open("story=corpus").settle(lambda: tab.paste(twice))
+    assert tab.shown() == ranked(client, twice)
+    assert "authors of" not in tab.page.locator("#legend").inner_text()
+    names = [NAMES["authors"][post["author_id"]]["name"] for post in (CANDIDATE, other)]
+    for name, order in zip(names, ([0, 1, 2], [2, 0, 1]), strict=True):
+        asked = twice | {"candidates": [twice["candidates"][at] for at in order], "explain": [CANDIDATE["post_id"]]}
+        (found,) = client.post("/explain", json=asked).json()["candidates"]
+        row = tab.page.locator(".list li").filter(has=tab.page.get_by_text(name, exact=True)).first
+        row.get_by_role("button", name="Why").click()
+        change = f"{found['change']['everything']['score']:.3f}".replace("-", "−")
+        row.locator(".reasons tfoot").get_by_text(change, exact=True).wait_for()
 
 
 def test_the_posts_order_changes_no_score_and_the_page_says_so(tab: Explorer) -> None:
@@ -160,6 +201,16 @@ def test_an_own_request_may_be_in_any_form_that_rank_reads(tab: Explorer, client
         tab.settle(partial(tab.paste, own))
         assert tab.shown() == ranked(client, own), actions
     assert tab.page.locator('[data-weight="favorite"]').input_value() == "7"
+
+
+def test_of_an_own_request_that_explores_the_scores_are_shown(tab: Explorer, client: httpx.Client) -> None:
+    explore = {"explore": {"temperature": 0.1}}
+    tab.open().settle(lambda: tab.paste(WITHOUT | explore))
+    assert tab.shown() == ranked(client, WITHOUT)
+    tab.why()
+    tab.settle(lambda: tab.paste(VIEWER | explore))
+    assert tab.page.locator("#problem").is_hidden()
+    assert len(tab.shown()) > len(EXAMPLE["candidates"])
 
 
 REFUSED: dict[str, str | Json] = {
@@ -317,6 +368,33 @@ def test_the_page_says_that_the_service_is_busy_and_recovers(browser: Any, statu
             tab.refusals(status)
 
 
+def test_the_page_asks_again_when_retry_after_allows_it(browser: Any, server: Live, client: httpx.Client) -> None:
+    problem = {"title": "Not ready", "status": 503, "code": "not_ready", "detail": "The engine is warming up."}
+    asked: list[str] = []
+
+    def busy(route: Any) -> None:
+        asked.append(route.request.url)
+        route.fulfill(status=503, headers={"retry-after": "30"}, json=problem)
+
+    with Explorer(browser, server.url) as tab:
+        tab.page.clock.install()
+        tab.open().page.route("**/rank", busy)
+        tab.page.locator("#events .remove").first.click()
+        tab.page.get_by_text("The engine is warming up.").wait_for()
+        assert "Trying again in 30 s." in tab.page.locator("#problem").inner_text()
+        tab.page.clock.run_for(25_000)
+        assert len(asked) == 1
+        with tab.page.expect_response("**/rank"):
+            tab.page.clock.run_for(6_000)
+        with tab.page.expect_response("**/rank"):
+            tab.page.locator("#user").select_option("0")  # a change is asked at once
+        tab.page.unroute_all()
+        tab.settle(lambda: tab.page.clock.run_for(31_000))
+        assert tab.shown() == ranked(client, WITHOUT | {"user_id": "0"})
+        assert len(asked) == 3
+        tab.refusals(503)
+
+
 def test_without_an_example_the_page_uses_the_models_weights(browser: Any) -> None:
     with listening() as live, Explorer(browser, f"http://127.0.0.1:{live.port}") as tab:
         info = httpx.get(f"{tab.open().url}/info").json()
@@ -332,6 +410,9 @@ def test_the_page_asks_for_a_key_and_keeps_it_out_of_its_address(browser: Any) -
     auth = Auth(keys={"me": SecretStr(hashlib.sha256(b"open sesame").hexdigest())})
     with listening(auth=auth) as live, Explorer(browser, f"http://127.0.0.1:{live.port}") as tab:
         tab.page.goto(f"{tab.url}/explore")
+        tab.page.locator("#key").fill("open\u2011sesame")
+        tab.page.get_by_role("button", name="Use it").click()
+        assert "Copy it again" in tab.page.locator("#request").get_by_role("alert").inner_text()
         tab.page.locator("#key").fill("open sesame")
         tab.click("Use it")
         assert len(tab.shown()) > 1

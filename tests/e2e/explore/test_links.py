@@ -6,13 +6,16 @@ import base64
 import json
 import re
 import zlib
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.app.api.live import Live
+from app.settings import Settings
+from tests.app.api.live import QUIET, Live, ready
 from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
+from weights.synthetic.small_checkpoint import write_small_checkpoint
 
 pytestmark = [NEEDED, pytest.mark.slow]
 
@@ -80,12 +83,25 @@ def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, serv
         assert other.complaints == []
 
 
+def test_a_link_holds_text_ids(browser: Any, tmp_path: Path) -> None:
+    write_small_checkpoint(tmp_path / "text", 0, ids="text")
+    settings = Settings(port=0, checkpoint=tmp_path / "text", threads=1, logs=QUIET)
+    with ready(settings) as live, Explorer(browser, live.url) as tab:
+        tab.open().forget()
+        shown = tab.shown()
+        tab.page.wait_for_timeout(500)  # the link follows 120 ms after
+        link = tab.copied("#link").partition("#")[2]
+        assert tab.open(link).shown() == shown
+        assert tab.page.locator("#notice").is_hidden()
+        assert tab.complaints == []
+
+
 BROKEN = {
     "cut off": (packed(state())[:80], "cut off or was changed"),
     "another version": (packed(state(v=9)), "another version of this page"),
     "another service": (packed(state(source="//elsewhere.invalid/rank")), "no valid “source”"),
     "no such side": (packed(state(side=1)), "does not hold"),
-    "odd events": (with_side(history=[{"post_id": "x", "author_id": "1"}]), "an event has no valid “post_id”"),
+    "odd events": (with_side(history=[{"post_id": "é" * 65, "author_id": "1"}]), "an event has no valid “post_id”"),
     "no history": (with_side(history=5), "request"),
     "no such story": ("story=nowhere", "no story “nowhere”"),
     "what every object has": ("story=constructor", "no story “constructor”"),
