@@ -94,8 +94,10 @@ def play(role: Role, settings: Settings) -> int:
     from app.service.reload import resumed
 
     paths_file = Path(role.path).with_name(PATHS_FILE)
+    first_checkpoint = settings.checkpoint
     settings = resumed(settings, paths_file)
     local = create_ranker(settings, Metrics())
+    local.reloads.first_checkpoint = first_checkpoint
     local.reloads.paths_file = paths_file
     local.watchdog.watch_loop(server.hung)
     return server.run_engine(settings, EngineProcess(local, settings), role.path)
