@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from types import MappingProxyType
@@ -65,11 +65,16 @@ def operation_id(route: APIRoute) -> str:
     return "_".join(part for part in route.path.split("/") if part and "{" not in part)
 
 
-def create_app(settings: Settings | None = None, ranker: RankingService | None = None) -> FastAPI:
+def create_app(
+    settings: Settings | None = None,
+    ranker: RankingService | None = None,
+    on_stop: Callable[[bool], object] = lambda finished: None,
+) -> FastAPI:
     """The application with every endpoint of the main port. Its lifespan loads the ranker, warms it up and drains it.
 
     Without `settings`, they are read from the environment, and another server than ours runs the application: then an error that only a
-    new process can mend ends the process with SIGTERM. Raises SettingsProblem if a setting cannot be used, or no checkpoint is there.
+    new process can mend ends the process with SIGTERM. `on_stop` is told at the end whether the ranker finished all that it had begun.
+    Raises SettingsProblem if a setting cannot be used, or no checkpoint is there.
     """
     has_settings = settings is not None
     if settings is None:
@@ -91,7 +96,7 @@ def create_app(settings: Settings | None = None, ranker: RankingService | None =
         if served is not None:
             served.start()
         yield
-        await ranker.stop(settings.drain.timeout_seconds)
+        on_stop(await ranker.stop(settings.drain.timeout_seconds))
         if served is not None:
             await asyncio.to_thread(served.close)
         if tracer is not None:

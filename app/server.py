@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048  # connections that may wait to be accepted
 GRACE_SECONDS = 1.0  # at the end, for the next request of a client that has just had its reply
+SIDE_SECONDS = 1.0  # at most this long the ports at the side outlive the service's: no answer of theirs matters then
 NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # a machine without IPv6, say
 
 log = structlog.get_logger("app.server")
@@ -98,6 +99,43 @@ class Port(uvicorn.Server):
     def _connection(self) -> Connection:
         return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
+    def _end_connections(self) -> None:
+        """From now on each reply ends its connection."""
+        self.server_state.is_draining = True
+        for connection in list(self.server_state.connections):
+            if connection.cycle is not None and not connection.cycle.response_complete:
+                connection.shutdown()
+
+    async def _connections_end(self) -> None:
+        while self.server_state.connections or self.server_state.tasks:
+            await self.sweep()
+            await asyncio.sleep(0.02)
+
+    def _cut_off(self) -> None:
+        """Answer what is open with 503 now, and wait for nobody."""
+        self.config.timeout_graceful_shutdown = 0
+        for task in list(self.server_state.tasks):
+            task.cancel(CUT_OFF)
+
+
+class SidePort(Port):
+    """A port for probes or the admin interface. It stops after the service's port, and is soon done with it."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, and answer open requests for at most `SIDE_SECONDS`. A client that is slower does not change the exit code."""
+        self._end_connections()
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(SIDE_SECONDS):
+                await self._connections_end()
+        except TimeoutError:
+            log.warning("side_port_cut_off", connections=len(self.server_state.connections))
+            self._cut_off()
+        await super().shutdown(sockets)
+
 
 class Server(Port):
     """The service's port. To stop, it loses readiness, waits the delay, closes its listeners and finishes open requests."""
@@ -114,6 +152,10 @@ class Server(Port):
         self.ends_at_once = True  # at a later second signal; a worker leaves that to its parent
         self.reload: Callable[[], None] | None = None
         """What SIGHUP does besides reading the keys. A worker has none: the parent tells the engine process."""
+        self.stopped: list[bool] = []  # by `create_app`: whether the ranker finished all that it had begun
+        self.is_last = (
+            False  # whether the process ends with it: a signal that comes later must not change the exit code
+        )
         self._draining: asyncio.Task[None] | None = None
         self._signalled_at = 0.0  # monotonic seconds of the first signal
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,7 +190,7 @@ class Server(Port):
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self.is_last else handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: drain. Another one, a second or more later: end at once. One that comes sooner was sent with the first: to the
@@ -200,24 +242,12 @@ class Server(Port):
                 await self._connections_end()
         except TimeoutError:
             self.exit_code = self.exit_code or EXIT_FAILED
-            self.config.timeout_graceful_shutdown = 0
             log.error("drain_timeout", connections=len(self.server_state.connections))
-            for task in list(self.server_state.tasks):
-                task.cancel(CUT_OFF)
+            self._cut_off()
         await super().shutdown(sockets)
+        if False in self.stopped:
+            self.exit_code = self.exit_code or EXIT_FAILED
         log.info("stopped", exit_code=self.exit_code)
-
-    def _end_connections(self) -> None:
-        """From now on each reply ends its connection."""
-        self.server_state.is_draining = True
-        for connection in list(self.server_state.connections):
-            if connection.cycle is not None and not connection.cycle.response_complete:
-                connection.shutdown()
-
-    async def _connections_end(self) -> None:
-        while self.server_state.connections or self.server_state.tasks:
-            await self.sweep()
-            await asyncio.sleep(0.02)
 
 
 def run(
@@ -245,11 +275,14 @@ def run(
         sides = [] if local is None else side_ports(settings, local)
     except OSError:
         return EXIT_START
-    server = Server(create_app(settings, ranker), bound, ranker, settings)
+    stopped: list[bool] = []
+    server = Server(create_app(settings, ranker, stopped.append), bound, ranker, settings)
+    server.stopped, server.is_last = stopped, True
     server.announces, server.ends_at_once = announces, local is not None
     server.reload = None if local is None else local.reloads.reload_soon
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(server, sides))
+        end_if_failed(server.exit_code)
     if ranker.has_running_threads():
         logs.drain()
         os._exit(server.exit_code)  # a thread that loads or hangs in native code would not survive an orderly end
@@ -266,6 +299,7 @@ def run_engine(settings: Settings, engine: EngineProcess, path: str) -> int:
         return EXIT_START
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(serve_engine(engine, path, sides))
+        end_if_failed(code)
     if ranker.has_running_threads():
         logs.drain()
         os._exit(code)
@@ -284,7 +318,7 @@ async def serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) 
 
 def side_ports(
     settings: Settings, ranker: ReloadableService, exposition: Callable[[], Awaitable[bytes]] | None = None
-) -> list[Port]:
+) -> Sequence[Port]:
     """The ports for probes and for the admin interface, where they are set. Raises OSError, which is logged, where one is taken.
     `exposition`: the metrics of all processes."""
     ports = []
@@ -292,9 +326,10 @@ def side_ports(
         app = create_probe_app(settings, ranker)
         if exposition is not None:
             app.state.scrapes = Scrapes(exposition)
-        ports.append(Port(app, bind_logged(settings.probes.host, settings.probes.port), settings))
+        ports.append(SidePort(app, bind_logged(settings.probes.host, settings.probes.port), settings))
     if settings.admin.port is not None:
-        ports.append(Port(create_admin_app(settings, ranker), bind_logged(ADMIN_HOST, settings.admin.port), settings))
+        sockets = bind_logged(ADMIN_HOST, settings.admin.port)
+        ports.append(SidePort(create_admin_app(settings, ranker), sockets, settings))
     return ports
 
 
@@ -305,6 +340,13 @@ def bind_logged(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         log.error("cannot_listen", host=host, port=port, reason=error.strerror)
         raise
+
+
+def end_if_failed(code: int) -> None:
+    """End at once with this exit code unless it is 0: the event loop would wait for threads that may hang, such as in a disk."""
+    if code:
+        logs.drain()
+        os._exit(code)
 
 
 def hung(reason: str) -> None:

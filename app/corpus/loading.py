@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.interface import CorpusState, ServedCorpus
-from app.queue.loading import engine_options, log_refusals
+from app.queue.loading import engine_options, freed_on_error, log_refusals
 from app.settings import Settings
 from model.create import find_device
 from model.retrieval.engine import Added, RetrievalEngine, RetrievalOptions
@@ -98,9 +98,10 @@ def corpus_loader(settings: Settings) -> CorpusLoader:
                 device=find_device(settings.device).type,
             )
             engine = RetrievalEngine(encoder.towers, stored.corpus, search)
-            engine.warm_up()
-            engine.mark = stored.manifest.first_mark
-            engine.change(stored_change)
+            with freed_on_error(engine):
+                engine.warm_up()
+                engine.mark = stored.manifest.first_mark
+                engine.change(stored_change)
         except BaseException:
             changes.close()
             raise

@@ -32,10 +32,12 @@ from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE, SAM
 from app.settings import Settings, config_of
 from app.telemetry import logs
 
-PREFIX, SOCKET = "ranker-", "engine"  # of the directory for temporary files, and in it the engine process's socket
+PREFIX = "phoenix-ranker-processes-"  # of the directory for temporary files
+MARKER = "made-by-phoenix-ranker"  # in it: only a directory that holds this file is ever removed as a left one
+SOCKET = "engine"  # beside the marker: the engine process's socket
 PATHS_FILE = "loaded.json"  # beside the socket: what a reload loaded last
 CONFIG_FILE = "settings.toml"  # beside the socket: the file of settings as it was at the start
-LEFT_FILES = {SOCKET, PATHS_FILE, "loaded.partial", CONFIG_FILE}
+LEFT_FILES = {MARKER, SOCKET, PATHS_FILE, "loaded.partial", CONFIG_FILE}
 VARIABLE = "_RANKER_ROLE"  # not a setting: nobody sets it by hand
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.05
@@ -92,8 +94,10 @@ def play(role: Role, settings: Settings) -> int:
     from app.service.reload import resumed
 
     paths_file = Path(role.path).with_name(PATHS_FILE)
+    first_checkpoint = settings.checkpoint
     settings = resumed(settings, paths_file)
     local = create_ranker(settings, Metrics())
+    local.reloads.first_checkpoint = first_checkpoint
     local.reloads.paths_file = paths_file
     local.watchdog.watch_loop(server.hung)
     return server.run_engine(settings, EngineProcess(local, settings), role.path)
@@ -304,22 +308,18 @@ def with_copied_config(arguments: Sequence[str], folder: int) -> Sequence[str]:
 
 @contextlib.contextmanager
 def directory() -> Iterator[int]:
-    """Yield the descriptor of an empty directory that is removed at the end. Raises OSError.
+    """Yield the descriptor of a new directory that is removed at the end. It holds nothing but a marker. Raises OSError.
 
-    It is locked while this process or a child of it lives. Directories of ours without that lock were left by a parent that was killed;
-    they are removed.
+    It is locked while this process or a child of it lives. Directories with our marker and without that lock were left by a parent that
+    was killed; they are removed.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             remove_left(left)
-    descriptor = -1
-    while descriptor < 0:
-        path = tempfile.mkdtemp(prefix=PREFIX)
-        with contextlib.suppress(
-            FileNotFoundError, BlockingIOError
-        ):  # another parent that starts now takes it for one of those
-            descriptor = locked(path)
+    path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    descriptor = locked(path)
     try:
+        (path / MARKER).touch()  # only now: another parent that starts meanwhile removes no directory without it
         yield descriptor
     finally:
         os.close(descriptor)
@@ -328,7 +328,7 @@ def directory() -> Iterator[int]:
 
 def remove_left(path: Path) -> None:
     """Remove a directory of ours whose parent has ended. Raises OSError, also where that parent lives."""
-    if path.is_symlink() or path.stat().st_uid != os.geteuid() or not {*os.listdir(path)} <= LEFT_FILES:
+    if path.is_symlink() or path.stat().st_uid != os.geteuid() or not {MARKER} <= {*os.listdir(path)} <= LEFT_FILES:
         return
     descriptor = locked(path)
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from model.create import EngineOptions, create_engine
 from model.dense import candidate_attention
 from model.engine import Engine, EngineError
 from model.inputs import Candidates, Context
+from model.retrieval.engine import RetrievalEngine
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.errors import CheckpointError
 
@@ -76,8 +78,9 @@ def checkpoint_loader(settings: Settings) -> Loader:
             checkpoint = load_checkpoint(path, steps.go_on)
             steps.warming()
             engine = create_engine(checkpoint.ranker, engine_options(settings))
-            steps.go_on()
-            engine.warm_up()
+            with freed_on_error(engine):
+                steps.go_on()
+                engine.warm_up()
         except (CheckpointError, EngineError):
             raise
         except (MemoryError, RuntimeError) as error:  # torch and threading raise the second
@@ -88,6 +91,19 @@ def checkpoint_loader(settings: Settings) -> Loader:
         return LoadedModel(checkpoint, engine)
 
     return load
+
+
+@contextmanager
+def freed_on_error(engine: Engine | RetrievalEngine) -> Iterator[None]:
+    """A block that closes this engine if it raises: nobody else knows the engine yet, and its threads and memory would stay."""
+    try:
+        yield
+    except BaseException:
+        try:
+            engine.close()
+        except Exception as error:  # a lost device, for example: what the block raised says more
+            log.error("engine_not_closed", exc_info=error)
+        raise
 
 
 def log_refusals(notes: Mapping[str, Any]) -> None:

@@ -56,7 +56,8 @@ class Reloader:
         self._versions = versions
         self._corpus = corpus
         self._serve = serve
-        self._first_checkpoint = settings.checkpoint  # the only one that may lie outside the root
+        self.first_checkpoint = settings.checkpoint
+        """What the settings name: the only one that may lie outside the root. After `resumed`, the caller sets it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way = 0  # reloads
         self._idle = asyncio.Event()  # set while none is
@@ -70,7 +71,7 @@ class Reloader:
         """
         path = self.checkpoint if name is None else self._resolve(name)
         async with self._recorded(self._model_identity, checkpoint=str(path)) as log_fields:
-            model = await self._serve(path if path == self._first_checkpoint else self._target(path))
+            model = await self._serve(path if path == self.first_checkpoint else self._target(path))
             log_fields |= {"version": model.manifest.version, "digest": model.manifest.digest}
         self.checkpoint = path
         self._keep_paths()
@@ -124,12 +125,8 @@ class Reloader:
 
     def _target(self, path: Path) -> Path:
         """Resolve a path below the root, following links. Raises CheckpointNotFound."""
-        try:
-            root, target = self.root.resolve(strict=True), path.resolve(strict=True)
-            is_found = root in target.parents and (target / MANIFEST_NAME).is_file()
-        except (OSError, RuntimeError):  # the second for links in a circle, before Python 3.13
-            raise CheckpointNotFound from None
-        if not is_found:
+        target = _below(self.root, path)
+        if target is None:
             raise CheckpointNotFound
         return target
 
@@ -270,7 +267,8 @@ async def _try(reload: Awaitable[object]) -> bool:
 
 
 def resumed(settings: Settings, paths_file: Path) -> Settings:
-    """The settings with the paths that the process before this one loaded last; as they are if it left none that are still there."""
+    """The settings with the paths that the process before this one loaded last; as they are if it left none that are still there, or if its
+    checkpoint is reached by a link that leads out of the root now."""
     try:
         checkpoint, towers, corpus = (path and Path(path) for path in json.loads(paths_file.read_bytes()))
         load_manifest(checkpoint)
@@ -279,9 +277,22 @@ def resumed(settings: Settings, paths_file: Path) -> Settings:
     except (OSError, CheckpointError) as error:
         log.error("reload_not_kept", reason=str(error))
         return settings
+    if checkpoint != settings.checkpoint and _below(_root(settings), checkpoint) is None:
+        log.error("reload_not_kept", reason=f"{checkpoint} leads out of the root of reloads")
+        return settings
     retrieval = settings.retrieval.model_copy(update={"checkpoint": towers, "corpus": corpus})
     admin = settings.admin.model_copy(update={"root": _root(settings)})  # names still mean what they meant
     return settings.model_copy(update={"checkpoint": checkpoint, "retrieval": retrieval, "admin": admin})
+
+
+def _below(root: Path, path: Path) -> Path | None:
+    """A checkpoint's path after all links; None if no checkpoint is there, or if it lies outside the root."""
+    try:
+        root, target = root.resolve(strict=True), path.resolve(strict=True)
+        is_found = root in target.parents and (target / MANIFEST_NAME).is_file()
+    except (OSError, RuntimeError):  # the second for links in a circle, before Python 3.13
+        return None
+    return target if is_found else None
 
 
 def _root(settings: Settings) -> Path:

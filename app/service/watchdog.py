@@ -58,9 +58,10 @@ class Watchdog:
         threading.Thread(target=self._watch_loop, args=(hung,), name="loop-watch", daemon=True).start()
 
     def _watch_loop(self, hung: Callable[[str], None]) -> None:
-        """Count rounds rather than time: a process that was stopped for a while is not stuck."""
+        """Count rounds rather than time: a process that was stopped for a while is not stuck. One round alone tells nothing: this thread
+        and the loop look equally often, so now and then it finds no new look."""
         seen, still = self._looks, 0
-        while still * WATCHDOG_SECONDS <= self._queue.stall_exit_seconds:
+        while still < 2 or still * WATCHDOG_SECONDS <= self._queue.stall_exit_seconds:
             time.sleep(WATCHDOG_SECONDS)
             still = 0 if self._looks is None or self._looks != seen else still + 1
             seen = self._looks

@@ -92,7 +92,7 @@ def ready(
             with asyncio.Runner(loop_factory=loop) as runner:
                 runner.run(server.serve(running, sides))
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, name="server of a test")
         thread.start()
         try:
             until(lambda: running.started and front.health().ready, 100)  # the first one may compile the kernels

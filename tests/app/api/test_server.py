@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from app.main import create_app
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
 from app.settings import Settings
-from loadtest.server import PLAIN, Server, answers, example, serving, wait_until
+from loadtest.server import PLAIN, Server, answers, example, free_port, serving, wait_until
 from model.engine import EngineError
 from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
@@ -255,6 +255,72 @@ def test_requests_that_outlast_the_drain_get_503_and_exit_code() -> None:
             )
             assert (json.loads(body)["code"], int(headers["retry-after"])) == ("draining", 5)
         gate.opened.set()
+
+
+@pytest.mark.parametrize("side", ["probes", "admin"])
+def test_a_slow_client_of_a_side_port_does_not_hold_the_end(side: str) -> None:
+    """It reads no reply, or has sent half a body."""
+    port = free_port()
+    groups: dict[str, Any] = {"probes": {"port": port}, "admin": {"port": port, "token_sha256": TOKEN}}
+    with listening(drain={"timeout_seconds": 1.0}, **{side: groups[side]}) as live, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", port))
+        slow.settimeout(0.5)
+        if side == "probes":
+            with suppress(TimeoutError):
+                while True:
+                    slow.sendall(head("GET", "/metrics", length=None))
+        else:
+            slow.sendall(head(path="/admin/posts", headers={"authorization": "Bearer token"}) + BODY[:10])
+            time.sleep(0.2)
+        live.server.should_exit = True
+        [running] = [thread for thread in threading.enumerate() if thread.name == "server of a test"]
+        running.join(8)
+        assert not running.is_alive()
+        assert live.server.exit_code == 0
+
+
+def test_a_signal_after_the_end_changes_no_exit_code() -> None:
+    late: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda sent, _: late.append(sent)) for number in numbers}
+    ranker = rankers.create(port=0, drain={"delay_seconds": 0})
+
+    def end() -> None:
+        until(lambda: ranker.health().ready)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ending = threading.Thread(target=end)
+    try:
+        ending.start()
+        assert server.run(ranker.settings, ranker) == 0
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        time.sleep(0.05)
+        assert late == []
+    finally:
+        ending.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_work_that_hangs_at_the_end_gives_1_and_holds_nothing() -> None:
+    """Such as a change of posts in a thread that waits for a disk."""
+    program = """if True:
+        import asyncio, os, signal, sys, threading
+        from app import server
+        from tests.support import rankers
+        ranker = rankers.create(port=0, drain={"delay_seconds": 0})
+        stop = ranker.stop
+        async def stop_in_time(seconds):
+            asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+            await stop(seconds)
+            return False
+        ranker.stop = stop_in_time
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        sys.exit(server.run(ranker.settings, ranker))
+    """
+    assert subprocess.run([sys.executable, "-c", program], timeout=40).returncode == 1
 
 
 def test_requests_under_way_at_the_end_are_not_lost() -> None:

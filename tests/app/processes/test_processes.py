@@ -306,16 +306,32 @@ def test_what_a_killed_parent_left_is_removed_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, foreign = tmp_path / "ranker-left", tmp_path / "ranker-foreign"
-    for each, name in ((left, "loaded.json"), (foreign, "notes.txt")):
-        each.mkdir()
-        (each / name).touch()
-    with directory():
-        [first] = {*tmp_path.iterdir()} - {foreign}
+    with directory() as folder:
+        [left] = tmp_path.iterdir()
+        (left / "loaded.json").touch()
+        copies = [tmp_path / f"{left.name}{number}" for number in (1, 2)]
+        for copy in copies:
+            shutil.copytree(left, copy)
+        (copies[1] / "notes.txt").touch()
+        assert os.path.samestat(os.fstat(folder), left.stat())
         with directory():  # another service that starts meanwhile
-            assert first.exists()
+            assert left.exists()
             assert len([*tmp_path.iterdir()]) == 3
-    assert [*tmp_path.iterdir()] == [foreign]
+    assert [*tmp_path.iterdir()] == [copies[1]], "somebody has put a file of his own there"
+
+
+@pytest.mark.parametrize("name", ["ranker-production", "phoenix-ranker-processes-mine"])
+@pytest.mark.parametrize("holds", [(), ("settings.toml",)])
+def test_a_directory_of_the_users_own_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, holds: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / name).mkdir()
+    for each in holds:
+        (tmp_path / name / each).write_text("workers = 2\n")
+    with directory():
+        pass
+    assert sorted(each.name for each in (tmp_path / name).iterdir()) == [*holds]
 
 
 def test_processes_started_again_have_the_settings_of_the_first(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import threading
 import weakref
 from collections.abc import Callable
@@ -181,18 +182,19 @@ async def test_what_was_loaded_last_is_saved_for_the_next_process(root: Path, tm
 def test_the_next_process_resumes_what_was_saved_if_it_exists(root: Path, tmp_path: Path) -> None:
     settings, file = Settings(**settings_of(root)), tmp_path / "engine.json"
     assert resumed(settings, file) == settings
-    file.write_text(json.dumps([str(DEMO), "towers", "posts"]))
+    (root / "current").symlink_to(shutil.copytree(DEMO, root / "demo"))
+    file.write_text(json.dumps([str(root / "current"), "towers", "posts"]))
     found = resumed(settings, file)
-    assert (found.checkpoint, found.retrieval.checkpoint, found.retrieval.corpus) == (
-        DEMO,
-        Path("towers"),
-        Path("posts"),
-    )
+    paths = found.checkpoint, found.retrieval.checkpoint, found.retrieval.corpus
+    assert paths == (root / "current", Path("towers"), Path("posts"))
     assert found.admin.root == root, "names of reloads mean what they meant"
-    file.write_text(json.dumps([str(tmp_path / "gone"), None, None]))
-    with structlog.testing.capture_logs() as lines:
-        assert resumed(settings, file) == settings
-    assert [line["event"] for line in lines] == ["reload_not_kept"]
+    (root / "current").unlink()
+    for target in (tmp_path / "gone", DEMO):  # the second lies outside the root
+        (root / "current").symlink_to(target)
+        with structlog.testing.capture_logs() as lines:
+            assert resumed(settings, file) == settings
+        assert [line["event"] for line in lines] == ["reload_not_kept"][: len(lines)]
+        (root / "current").unlink()
 
 
 # loads that do not end

@@ -29,6 +29,18 @@ async def test_a_hang_of_the_event_loop_is_told_in_another_thread() -> None:
     assert "The event loop has hung" in told[0]
 
 
+async def test_a_loop_that_is_late_for_less_than_the_limit_goes_on() -> None:
+    """The limit is shorter than the time between two looks, one of which comes too late for the thread that watches."""
+    told: list[str] = []
+    async with running(queue=Queue(stall_seconds=0.1, stall_exit_seconds=0.45)) as ranker:
+        await asyncio.sleep(0.1)
+        ranker.watchdog.watch_loop(told.append)
+        await asyncio.sleep(0.8)
+        time.sleep(0.35)  # noqa: ASYNC251
+        await asyncio.sleep(0.7)
+        assert told == []
+
+
 async def test_a_process_that_was_stopped_for_a_while_is_not_stuck() -> None:
     """The first look after the pause comes before the loop hears of the forward that has ended meanwhile."""
     clock, lost = FakeClock(), list[str]()
