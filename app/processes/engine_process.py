@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +69,6 @@ class Peer:
     """A linked worker, with its questions under way and its reserved places by id."""
 
     link: Link
-    number: int
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     places: dict[int, Place] = field(default_factory=dict)
 
@@ -89,7 +88,6 @@ class EngineProcess:
         self.settings = settings
         self.exit_code = 0
         self._peers: dict[Link, Peer] = {}
-        self._peer_numbers = itertools.count(1)
         self._numbers = itertools.count(1)
         self._named: dict[Any, int] = {}  # numbers of what serves, or was replaced just now
         self._schedulers: dict[int, Scheduler[Any]] = {}  # held, by number
@@ -161,7 +159,7 @@ class EngineProcess:
     # links
 
     def _on_open(self, link: Link) -> None:
-        self._peers[link] = Peer(link, next(self._peer_numbers))
+        self._peers[link] = Peer(link)
         self._without_workers.clear()
         link.send(self._state)
 
@@ -307,26 +305,26 @@ class EngineProcess:
 
     async def exposition(self) -> bytes:
         """Every metric of this process, and those of each worker with the label `worker`."""
-        peers = list(self._peers.values())
-        expositions = await asyncio.gather(*(self._metrics_of(peer) for peer in peers))
-        texts = [(peer.number, text.decode()) for peer, text in zip(peers, expositions, strict=True) if text]
+        told = await asyncio.gather(*(self._metrics_of(peer) for peer in list(self._peers.values())))
+        texts = {number: text.decode() for number, text in filter(None, told)}
         merged = CollectorRegistry()
         merged.register(Merged(self.ranker.metrics.registry, texts))
         return generate_latest(merged)
 
-    async def _metrics_of(self, peer: Peer) -> bytes:
+    async def _metrics_of(self, peer: Peer) -> tuple[int, bytes] | None:
+        """The number of a worker and its metrics; None where it does not answer."""
         try:
             async with asyncio.timeout(SCRAPE_SECONDS):
-                metrics_text: bytes = await peer.link.call("exposition")
-                return metrics_text
+                told: tuple[int, bytes] = await peer.link.call("worker_exposition")
+                return told
         except (TimeoutError, ConnectionError, InternalError):
-            return b""
+            return None
 
 
 class Merged(Collector):
     """The families of this process, with the samples of workers beside its own."""
 
-    def __init__(self, registry: CollectorRegistry, texts: list[tuple[int, str]]) -> None:
+    def __init__(self, registry: CollectorRegistry, texts: Mapping[int, str]) -> None:
         self._registry = registry
         self._texts = texts
 
@@ -337,7 +335,7 @@ class Merged(Collector):
     def collect(self) -> Iterator[Metric]:
         """Each family once."""
         families = {family.name: family for family in self._registry.collect()}
-        for number, text in self._texts:
+        for number, text in self._texts.items():
             for family in text_string_to_metric_families(text):
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:

@@ -148,6 +148,7 @@ FromEngine = Answer | Failed | EngineState | Call | Cancel
 
 METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the arguments, type of the result
     "exposition": ((), bytes),
+    "worker_exposition": ((), tuple[int, bytes]),
     "context": ((int, str, str | None), Context),  # number of the model, handle, key
     "attention": ((int, Context, Candidates, float), NDArray[np.float32]),  # number, context, candidates, deadline
     "corpus_state": ((), CorpusState | None),

@@ -86,7 +86,7 @@ def play(role: Role, settings: Settings) -> int:
         os.nice(WORKER_NICENESS)
         from app.processes.remote import RemoteService
 
-        ranker = RemoteService(settings, role.path, Metrics())
+        ranker = RemoteService(settings, role.path, Metrics(), role.worker)
         sockets = [socket.socket(fileno=descriptor) for descriptor in role.sockets]
         return server.run(settings, ranker, sockets, announces=role.worker == 1)
     from app.processes.engine_process import EngineProcess

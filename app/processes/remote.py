@@ -95,8 +95,8 @@ class NumberedModel(NamedTuple):
 class RemoteService:
     """`interface.RankingService` of one worker. Used by the event loop only."""
 
-    def __init__(self, settings: Settings, path: str, metrics: Metrics) -> None:
-        """`path` is that of the engine process's socket."""
+    def __init__(self, settings: Settings, path: str, metrics: Metrics, worker: int = 1) -> None:
+        """`path` is that of the engine process's socket; `worker` is the number of this one, which its metrics and log lines have."""
         self.settings = settings
         self.metrics = metrics
         self.clock = time.monotonic
@@ -105,6 +105,7 @@ class RemoteService:
         self.state = STARTING
         self.linked = asyncio.Event()  # set while the engine process's state is known
         self._path = path
+        self._worker = worker
         self._link: Link | None = None
         self._model: NumberedModel | None = None
         self._towers: NumberedModel | None = None
@@ -182,10 +183,10 @@ class RemoteService:
         if isinstance(message, Cancel):
             return  # calls are answered at once: this one has been
         if isinstance(message, Call):
-            if message.method != "exposition":
+            if message.method != "worker_exposition":
                 raise ValueError(f"a worker has no method {message.method}")
             try:
-                link.send(Answer(message.id, encode(self.metrics.render())))
+                link.send(Answer(message.id, encode((self._worker, self.metrics.render()))))
             except ValueError as error:
                 link.send(Failed.of(message.id, error))
             return

@@ -75,9 +75,9 @@ async def linked(path: Path, take: Callable[[Link, Any], None] = lambda link, me
 
 
 @asynccontextmanager
-async def worker(path: Path, **groups: Any) -> AsyncIterator[RemoteService]:
+async def worker(path: Path, number: int = 1, **groups: Any) -> AsyncIterator[RemoteService]:
     """A worker's ranker, once it knows that its engine process is ready."""
-    ranker = RemoteService(Settings(**groups), str(path / "engine"), Metrics())
+    ranker = RemoteService(Settings(**groups), str(path / "engine"), Metrics(), number)
     ranker.start()
     await ranker.linked.wait()
     await rankers.until(lambda: ranker.health().ready)
@@ -384,6 +384,15 @@ def far(tmp_path: Path) -> Path:
     """Where the engine process of `overheard` listens."""
     (folder := tmp_path / "far").mkdir()
     return folder
+
+
+async def test_metrics_name_a_worker_by_its_number(tmp_path: Path) -> None:
+    """Not by the order in which they link, which is another one after the engine process was started again."""
+    async with engine_process(tmp_path), worker(tmp_path, 2) as second, worker(tmp_path, 1) as first:
+        second.metrics.history_truncated.inc()
+        text = (await first.exposition()).decode()
+    assert 'ranker_history_truncated_total{worker="2"} 1.0' in text
+    assert 'ranker_history_truncated_total{worker="1"} 0.0' in text
 
 
 async def test_a_worker_refuses_callers_who_leave_too_soon(tmp_path: Path) -> None:
