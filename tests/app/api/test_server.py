@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -280,47 +281,52 @@ def test_a_slow_client_of_a_side_port_does_not_hold_the_end(side: str) -> None:
         assert live.server.exit_code == 0
 
 
-def test_a_signal_after_the_end_changes_no_exit_code() -> None:
-    late: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda sent, _: late.append(sent)) for number in numbers}
-    ranker = rankers.create(port=0, drain={"delay_seconds": 0})
-
-    def end() -> None:
+STOPPED = """if True:
+    import asyncio, os, signal, sys, threading, time
+    from app import server
+    from tests.app.api.live import until
+    from tests.support import rankers
+    def end():
         until(lambda: ranker.health().ready)
         os.kill(os.getpid(), signal.SIGTERM)
+    ranker = rankers.create(port=0, drain={"delay_seconds": 0})
+    threading.Thread(target=end).start()
+"""
+"""A process that is told to stop once it serves."""
 
-    ending = threading.Thread(target=end)
-    try:
-        ending.start()
-        assert server.run(ranker.settings, ranker) == 0
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        time.sleep(0.05)
-        assert late == []
-    finally:
-        ending.join()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+def code_of(program: str) -> int:
+    """The exit code of a process of its own: the end of a service may be the end of its process."""
+    return subprocess.run([sys.executable, "-c", STOPPED + textwrap.indent(program, "    ")], timeout=60).returncode
+
+
+def test_a_signal_after_the_end_changes_no_exit_code() -> None:
+    program = """
+late = []
+numbers = signal.SIGTERM, signal.SIGINT
+for number in numbers:
+    signal.signal(number, lambda sent, _: late.append(sent))
+code = server.run(ranker.settings, ranker)
+for number in numbers:
+    os.kill(os.getpid(), number)
+time.sleep(0.05)
+sys.exit(9 if late else code)
+"""
+    assert code_of(program) == 0
 
 
 def test_work_that_hangs_at_the_end_gives_1_and_holds_nothing() -> None:
     """Such as a change of posts in a thread that waits for a disk."""
-    program = """if True:
-        import asyncio, os, signal, sys, threading
-        from app import server
-        from tests.support import rankers
-        ranker = rankers.create(port=0, drain={"delay_seconds": 0})
-        stop = ranker.stop
-        async def stop_in_time(seconds):
-            asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
-            await stop(seconds)
-            return False
-        ranker.stop = stop_in_time
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        sys.exit(server.run(ranker.settings, ranker))
-    """
-    assert subprocess.run([sys.executable, "-c", program], timeout=40).returncode == 1
+    program = """
+stop = ranker.stop
+async def stop_in_time(seconds):
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    await stop(seconds)
+    return False
+ranker.stop = stop_in_time
+sys.exit(server.run(ranker.settings, ranker))
+"""
+    assert code_of(program) == 1
 
 
 def test_requests_under_way_at_the_end_are_not_lost() -> None:
