@@ -153,9 +153,8 @@ class Server(Port):
         self.reload: Callable[[], None] | None = None
         """What SIGHUP does besides reading the keys. A worker has none: the parent tells the engine process."""
         self.stopped: list[bool] = []  # by `create_app`: whether the ranker finished all that it had begun
-        self.is_last = (
-            False  # whether the process ends with it: a signal that comes later must not change the exit code
-        )
+        self.is_last = False
+        """Whether the process ends with it: then a signal that comes later must not change the exit code."""
         self._draining: asyncio.Task[None] | None = None
         self._signalled_at = 0.0  # monotonic seconds of the first signal
         self._loop: asyncio.AbstractEventLoop | None = None
