@@ -149,6 +149,7 @@ class Server(Port):
         self.keys: KeyRing = app.state.keys
         self.exit_code = 0
         self.announces = True  # whether it says where the page is; of several workers one does
+        self.on_listening: Callable[[], object] = lambda: None
         self.ends_at_once = True  # at a later second signal; a worker leaves that to its parent
         self.reload: Callable[[], None] | None = None
         """What SIGHUP does besides reading the keys. A worker has none: the parent tells the engine process."""
@@ -163,6 +164,7 @@ class Server(Port):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and tell people what to try."""
         await super().startup(sockets)
+        self.on_listening()
         if self.announces:
             announce(self.settings, *self.sockets[0].getsockname()[:2])
 
@@ -255,10 +257,12 @@ def run(
     sockets: Sequence[socket.socket] | None = None,
     *,
     announces: bool = True,
+    on_listening: Callable[[], object] = lambda: None,
 ) -> int:
     """Serve until the end; the exit code of the process.
 
     A worker of several is given its ranker and its sockets, which it shares with the others; one of them `announces` what people can try.
+    `on_listening` is called once requests are accepted.
     """
     local: ReloadableService | None = None
     if ranker is None:
@@ -277,7 +281,7 @@ def run(
     stopped: list[bool] = []
     server = Server(create_app(settings, ranker, stopped.append), bound, ranker, settings)
     server.stopped, server.is_last = stopped, True
-    server.announces, server.ends_at_once = announces, local is not None
+    server.announces, server.on_listening, server.ends_at_once = announces, on_listening, local is not None
     server.reload = None if local is None else local.reloads.reload_soon
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(server, sides))

@@ -76,8 +76,11 @@ class Server:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = STOP_SECONDS) -> int:
-        """Wait for the end; return the exit code."""
-        return self.process.wait(seconds)
+        """Wait for the end; return the exit code. Raises TimeoutError with the end of the log."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"still runs after {seconds} s:\n{self.log_text[-4000:]}") from None
 
     def status_field(self, name: str) -> int:
         """A figure of /proc/PID/status, such as VmHWM in KiB or Threads."""

@@ -56,10 +56,12 @@ log = structlog.get_logger("app.processes.parent")
 
 class Role(msgspec.Struct, frozen=True):
     """What a process of the parent is told. `path`: of the engine process's socket. `worker`: its number, 0 for the engine process.
-    `sockets`: the descriptors that workers listen on."""
+    `sockets`: the descriptors that workers listen on. `pipe`: the descriptor of a pipe to the parent, which a worker writes to once it
+    listens."""
 
     path: str
     parent: int
+    pipe: int
     worker: int = 0
     sockets: tuple[int, ...] = ()
 
@@ -88,7 +90,13 @@ def play(role: Role, settings: Settings) -> int:
 
         ranker = RemoteService(settings, role.path, Metrics(), role.worker)
         sockets = [socket.socket(fileno=descriptor) for descriptor in role.sockets]
-        return server.run(settings, ranker, sockets, announces=role.worker == 1)
+        return server.run(
+            settings,
+            ranker,
+            sockets,
+            announces=role.worker == 1,
+            on_listening=lambda: os.write(role.pipe, b"1"),
+        )
     from app.processes.engine_process import EngineProcess
     from app.service.local import create_ranker
     from app.service.reload import resumed
@@ -110,23 +118,43 @@ class Child:
         self.parent = parent
         self.number = number
         self.pause = PAUSE_SECONDS
-        self.failures = 0  # ends in a row with an exit code that is not 0, soon after the start
+        self.failures = 0  # ends in a row with a positive exit code, before it listened or soon after its start
         self.start_at = 0.0
         self.stopped_since: float | None = None  # monotonic seconds
         self.process: subprocess.Popen[bytes] | None = None
+        self.pipe: int | None = None  # the descriptor that a worker's process is heard at once it listens
+        self.listened = False
 
     def start(self) -> None:
         """Start it. Raises OSError or MemoryError where the system cannot do that now."""
         parent = self.parent
         shared = [listener.fileno() for listener in parent.sockets] if self.number else []
-        role = Role(parent.path, os.getpid(), self.number, tuple(shared))
-        environment = {**os.environ, VARIABLE: msgspec.json.encode(role).decode()}
         self.start_at = time.monotonic()
         command = [sys.executable, "-m", "app", *parent.arguments]
         # A process group of its own: a terminal's signals reach the parent alone. Not a session: Linux may share processors out by session
         # (`sched_autogroup`), and then the niceness of a worker would not count.
-        descriptors = [parent.folder, *shared]
-        self.process = subprocess.Popen(command, env=environment, pass_fds=descriptors, process_group=0)
+        self._close_pipe()
+        self.pipe, writer = os.pipe()
+        try:
+            os.set_blocking(self.pipe, False)
+            role = Role(parent.path, os.getpid(), writer, self.number, tuple(shared))
+            environment = {**os.environ, VARIABLE: msgspec.json.encode(role).decode()}
+            descriptors = [parent.folder, writer, *shared]
+            self.process = subprocess.Popen(command, env=environment, pass_fds=descriptors, process_group=0)
+        finally:
+            os.close(writer)
+
+    def _close_pipe(self) -> None:
+        if self.pipe is not None:
+            os.close(self.pipe)
+        self.pipe, self.listened = None, False
+
+    def has_listened(self) -> bool:
+        """Whether the process, a worker's, listens or has done so before its end."""
+        if not self.listened and self.pipe is not None:
+            with contextlib.suppress(BlockingIOError):
+                self.listened = bool(os.read(self.pipe, 1))
+        return self.listened
 
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""
@@ -137,7 +165,8 @@ class Child:
         now = time.monotonic()
         ended_soon = now < self.start_at + SOON_SECONDS
         self.pause = min(MOST_PAUSE_SECONDS, 2 * self.pause) if ended_soon else PAUSE_SECONDS
-        self.failures = self.failures + 1 if ended_soon and (self.ended() or 0) > 0 else 0
+        failed = (self.ended() or 0) > 0 and (ended_soon or not self.has_listened())
+        self.failures = self.failures + 1 if failed else 0
         self.process, self.start_at = None, now + (self.pause if ended_soon else 0.0)
 
     def end_stopped(self, seconds: float) -> None:
@@ -229,10 +258,11 @@ class Parent:
         return 0
 
     def _no_worker_starts(self, code: int) -> bool:
-        """Whether to give up: no worker runs, and each has failed soon after its start, so often that the next would too. `code`: the exit
-        code of the last one. One failure is enough for settings that cannot be used."""
+        """Whether to give up: no worker listens, and each has failed so often that the next would too, however long its start takes.
+        `code`: the exit code of the last one. One failure is enough for settings that cannot be used."""
         most = 1 if code == EXIT_USAGE else MOST_FAILURES
-        return all(worker.process is None and worker.failures >= most for worker in self.workers)
+        listens = any(worker.process is not None and worker.has_listened() for worker in self.workers)
+        return not listens and all(worker.failures >= most for worker in self.workers)
 
     def _forget_reload(self) -> bool:
         """Have the next engine process load what the settings name. False if the one that failed did so too."""

@@ -477,6 +477,24 @@ if json.loads(os.environ.get("_RANKER_ROLE", "{}")).get("worker"):
     assert len(ended) >= 2 * 3
 
 
+def test_workers_that_start_slowly_and_fail_end_all(tmp_path: Path) -> None:
+    # The second needs 11 s for its start, and the first is being started again when it fails.
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import json, os, time
+worker = json.loads(os.environ.get("_RANKER_ROLE", "{{}}")).get("worker")
+if worker:
+    again = worker == 1 and os.path.exists({str(tmp_path)!r} + "/again")
+    if worker == 1:
+        open({str(tmp_path)!r} + "/again", "w").close()
+    time.sleep(11 if worker == 2 else 60 if again else 0)
+    os._exit(2)
+"""
+    )
+    with serving(workers=2, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, wait_ready=False) as server:
+        assert server.wait(40) == 2
+
+
 def test_a_checkpoint_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     with serving(tmp_path, workers=2, wait_ready=False) as server:
