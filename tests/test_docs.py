@@ -214,7 +214,6 @@ def run(script: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_first_commands_of_the_readme_rank_as_it_says() -> None:
     port, text = str(free_port()), (ROOT / "README.md").read_text()
     said = re.search(r'"post_id":"(\d+)","score":(-?[\d.]+),"rank":(\d+)', text)
@@ -228,7 +227,6 @@ def test_the_first_commands_of_the_readme_rank_as_it_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_first_commands_of_the_readme_end_with_the_server() -> None:
     script = (
         shell_blocks()[0]
@@ -243,7 +241,6 @@ def test_the_first_commands_of_the_readme_end_with_the_server() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_commands_of_the_readme_serve_a_published_checkpoint(tmp_path: Path) -> None:
     """A small one of the same form lies where the README says that the artifacts are. The compiled kernel of this machine is at hand."""
     shutil.copytree(ROOT / "tests/golden/phoenix-mini/ranker", tmp_path / "oss-phoenix-artifacts/ranker")

@@ -16,7 +16,7 @@ from tests.weights.lab.loop.nights import OPTIONS, make_nights
 from weights.checkpoint import load_manifest
 from weights.lab.training.example import request_body
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 class Callers:

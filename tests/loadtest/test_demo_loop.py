@@ -17,7 +17,7 @@ SHORT = LoopSettings(days=3, drift_day=1, poisoned_day=0, warm_up_days=3, users=
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_loop_follows_what_people_like(tmp_path: Path) -> None:
     days = run(SHORT, tmp_path, say=True)
     assert [day.failures for day in days] == [0] * SHORT.days, "no request is lost, also while a version takes over"

@@ -66,7 +66,6 @@ def plain(kernels: Any = "torch") -> Engine:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_rung_that_hangs_in_a_child_gives_way_to_the_next(child: Path) -> None:
     def probe() -> str:
         return try_in_child(TRIAL, (sys.executable, str(child), "hangs"), 120, 4)
@@ -137,7 +136,6 @@ def test_a_trial_compiles_and_compares_with_the_definition(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_rung_that_passes_in_a_child_is_not_tried_again(child: Path) -> None:
     asked: list[str] = []
 

@@ -31,7 +31,6 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_server_whose_card_cannot_be_used_starts_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(CARD)
     with serving(retrieval=True, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}) as server:

@@ -15,7 +15,7 @@ import pytest
 
 from loadtest.server import Server, serving, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 CONNECTIONS, SIZE = 8, 3_000_000  # bytes of each
 LONGER_SECONDS = 0.1  # how much longer another caller may wait than the longest of a quiet server
 MOST_TIMES_SENT = 4.0  # memory for what was sent

@@ -31,7 +31,7 @@ from tests.support.asgi import ADDRESS
 from tests.support.checkpoints import one_and_two
 from tests.support.clients import Replies, Reply, callers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 TOKEN = "a token of this test"
 
 

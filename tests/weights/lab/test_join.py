@@ -383,7 +383,6 @@ def killed_at(command: Sequence[object], directory: Path, count: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_killed_join_leaves_nothing_half(served: Path) -> None:
     """Killed each time that it has made another two files; then the whole join runs in the same place."""
     for part in range(40):

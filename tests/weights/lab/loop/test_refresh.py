@@ -230,7 +230,6 @@ def killed_at(command: Sequence[str], line: str) -> tuple[int | None, str]:
     return process.exitcode, "".join(said)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_turn_that_is_killed_at_each_step_is_finished(loop: Loop) -> None:
     loop.night(0)
@@ -249,7 +248,6 @@ def test_a_turn_that_is_killed_at_each_step_is_finished(loop: Loop) -> None:
     assert (code, "Nothing new" in said) == (0, True), said
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_what_a_killed_turn_joined_counts_for_the_same_options(loop: Loop) -> None:
     """With other options it is joined again: absence would mean something else in it."""

@@ -146,7 +146,6 @@ def test_counts_leave_out_what_is_unknown(world: World) -> None:
     assert mean(replace(hidden, unknown=None)) == pytest.approx((1 - HIDDEN) * mean(world.log), rel=0.1)
 
 
-@pytest.mark.timeout(300)
 def test_hidden_labels_cost_nothing_and_false_noes_do(world: World) -> None:
     """AUC on the newest fifth; calibration is the mean prediction over the mean truth. Noise: what another seed changes, and 0.05."""
     place = world.log.action_names.index(ACTION)
