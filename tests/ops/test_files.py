@@ -45,6 +45,18 @@ def test_haproxy_takes_its_configuration() -> None:
     assert subprocess.run(["haproxy", "-c", "-f", "-"], input=broken, text=True, capture_output=True).returncode != 0
 
 
+def test_haproxy_asks_for_every_pod_of_kubernetes() -> None:
+    text = (DOCKER / "haproxy.cfg").read_text()
+    objects = [*yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text())]
+    names = set(re.findall(r"# server-template \S+ \d+ (\S+):8000", text))
+    (service,) = (each for each in objects if each["spec"].get("clusterIP") == "None")
+    assert names == {f"{service['metadata']['name']}.NAMESPACE.svc.cluster.local"}, "HAProxy tries no search domains"
+    assert service["spec"]["publishNotReadyAddresses"], "it does its own checks, and asks all pods where none passes"
+    (scaler,) = (each for each in objects if each["kind"] == "HorizontalPodAutoscaler")
+    places = {int(count) for count in re.findall(r"# server-template \S+ (\d+)", text)}
+    assert min(places) > scaler["spec"]["maxReplicas"] + 1, "pods that start or end have addresses too"
+
+
 def test_kubernetes_takes_every_object() -> None:
     objects = [*yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text())]
     kinds = ["Deployment", "Service", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"]

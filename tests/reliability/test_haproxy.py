@@ -1,4 +1,5 @@
-"""Debian's HAProxy with the file of docker/, in front of two servers that are killed or restarted under load: no request is lost."""
+"""Debian's HAProxy with the file of docker/. Two servers behind it are killed or restarted under load, and no request is lost; two small
+fakes behind it freeze, drain, and are found by their names."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ import re
 import shutil
 import signal
 import socket
+import struct
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -38,44 +42,58 @@ KINDS: list[dict[str, str]] = [
 
 @dataclass
 class Proxied:
-    """HAProxy, the ports of its two rankers, and its administration socket."""
+    """HAProxy and its administration socket."""
 
     proxy: Server
-    ports: list[int]
     socket_path: Path
 
-    def status(self, number: int) -> str:
-        """What HAProxy says of `ranker-1` or `ranker-2`: UP, DOWN, NOLB (takes nothing new), or one of these with a count of checks."""
+    def statuses(self, prefix: str = "ranker-") -> dict[str, str]:
+        """What HAProxy says of each server whose name begins so: UP, DOWN, NOLB (takes nothing new), or one of these with a count of
+        checks; `no check`; `MAINT (resolution)` if it has no address. Empty until HAProxy can be asked."""
         with socket.socket(socket.AF_UNIX) as asked:
-            asked.connect(str(self.socket_path))
+            try:
+                asked.connect(str(self.socket_path))
+            except OSError:
+                return {}
             asked.sendall(b"show stat\n")
             table = asked.makefile().read().removeprefix("# ")
         rows = csv.DictReader(io.StringIO(table))
-        return next(row["status"] for row in rows if row["svname"] == f"ranker-{number}")
+        return {row["svname"]: row["status"] for row in rows if row["svname"].startswith(prefix)}
+
+    def status(self, number: int) -> str:
+        return self.statuses()[f"ranker-{number}"]
 
 
-def configuration(ports: list[int], folder: Path) -> str:
-    """The file of docker/ with the addresses of this machine, two servers, and an administration socket."""
+def shipped(folder: Path) -> str:
+    """The file of docker/ with free ports of its own, `{port}` for callers, and an administration socket."""
     text = (ROOT / "docker/haproxy.cfg").read_text()
     text = text.replace("global\n", f"global\n    stats socket {folder}/admin level admin\n", 1)
     text = text.replace("local0 warning", "local0 info")
     text = text.replace("    log global\n", "    log global\n    option httplog\n", 1)
     text = text.replace("bind :8404", f"bind 127.0.0.1:{free_port()}").replace("bind :8000", "bind 127.0.0.1:{port}")
-    text = re.sub(r"^ *server \w+-[34] .*\n", "", text, flags=re.M)
-    for number, port in enumerate(ports, 1):
-        text = text.replace(f"ranker-{number}:8000", f"127.0.0.1:{port}")
-    return text
+    return re.sub(r"^ *server \w+-[34] .*\n", "", text, flags=re.M)
 
 
 @contextmanager
-def proxied(folder: Path, ports: list[int]) -> Iterator[Proxied]:
-    """The proxy in front of servers at these ports, once it has found both to be ready."""
+def started(folder: Path, text: str) -> Iterator[Proxied]:
+    """The proxy with this text as its file; not before it takes callers, which is no word on its servers."""
     port = free_port()
     file = folder / "haproxy.cfg"
-    file.write_text(configuration(ports, folder).replace("{port}", str(port)))
-    with running(["haproxy", "-db", "-f", str(file)], {}, port=port) as proxy:
-        found = Proxied(proxy, ports, folder / "admin")
-        wait_until(lambda: [found.status(1), found.status(2)] == ["UP", "UP"])
+    file.write_text(text.replace("{port}", str(port)))
+    with running(["haproxy", "-db", "-f", str(file)], {}, port=port, ready="") as proxy:
+        found = Proxied(proxy, folder / "admin")
+        wait_until(found.statuses, server=proxy)
+        yield found
+
+
+@contextmanager
+def proxied(folder: Path, ports: list[int], change: Callable[[str], str] = str) -> Iterator[Proxied]:
+    """The proxy in front of two servers at these ports of 127.0.0.1, once it has found both to be ready."""
+    text = change(shipped(folder))
+    for number, port in enumerate(ports, 1):
+        text = text.replace(f"ranker-{number}:8000", f"127.0.0.1:{port}")
+    with started(folder, text) as found:
+        wait_until(lambda: [found.status(1), found.status(2)] == ["UP", "UP"], server=found.proxy)
         yield found
 
 
@@ -155,3 +173,120 @@ def test_rolling_restarts_behind_haproxy_lose_no_request(tmp_path: Path, duratio
     )
     print(f"{restarts} restarts, {sum(len(each.all) for each in replies)} requests, sent again {retries} times at most")
     assert lost(replies) == []
+
+
+class Fake(ThreadingHTTPServer):
+    """Stands for a ranker: 200 to everything, and it can be made to drain, to hold what it is asked, or to freeze."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
+        self.is_ready, self.asked = True, 0
+        self.checks_go_on, self.rankings_go_on = threading.Event(), threading.Event()
+        self.checks_go_on.set()
+        self.rankings_go_on.set()
+        super().__init__((address, port), FakeHandler)
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    server: Fake
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.checks_go_on.wait()
+        self.answer(200 if self.server.is_ready or self.path != "/readyz" else 503)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.server.asked += 1
+        self.server.rankings_go_on.wait()
+        self.answer(200)
+
+    def answer(self, status: int) -> None:
+        with suppress(OSError):  # HAProxy has given up
+            self.send_response(status)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def fakes(*addresses: str, port: int = 0) -> Iterator[list[Fake]]:
+    servers = [Fake(address, port) for address in addresses]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.checks_go_on.set()
+            server.rankings_go_on.set()
+            server.shutdown()
+            server.server_close()
+
+
+@contextmanager
+def name_server(names: Mapping[str, list[str]]) -> Iterator[int]:
+    """A name server on a port of 127.0.0.1 that, as that of a cluster, knows the IPv4 addresses of these names and no others."""
+
+    def answer() -> None:
+        while True:
+            with suppress(TimeoutError):
+                query, client = asked.recvfrom(4096)
+                if not query:
+                    return
+                end = query.index(0, 12) + 1
+                labels, place = [], 12
+                while query[place]:
+                    labels.append(query[place + 1 : place + 1 + query[place]].decode())
+                    place += 1 + query[place]
+                name, kind = ".".join(labels).lower(), struct.unpack_from(">H", query, end)[0]
+                addresses = names.get(name, []) if kind == 1 else []
+                flags = 0x8180 if name in names else 0x8183
+                reply = query[:2] + struct.pack(">5H", flags, 1, len(addresses), 0, 0) + query[12 : end + 4]
+                for address in addresses:
+                    reply += struct.pack(">3HIH", 0xC00C, 1, 1, 5, 4) + socket.inet_aton(address)
+                asked.sendto(reply, client)
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield asked.getsockname()[1]
+        finally:
+            asked.sendto(b"", asked.getsockname())
+            thread.join()
+
+
+def for_kubernetes(text: str) -> str:
+    """The shipped file with the lines for Kubernetes, in the namespace `feeds`, in place of those with names of servers."""
+    text = re.sub(r"^ *server .*\n", "", text, flags=re.M)
+    return re.sub(r"^( *)# (server-template )", r"\1\2", text, flags=re.M).replace("NAMESPACE", "feeds")
+
+
+NAMES = {
+    "names": (str, {"ranker-1": ["127.0.0.2"], "ranker-2": ["127.0.0.3"]}),
+    "kubernetes": (for_kubernetes, {"ranker-pods.feeds.svc.cluster.local": ["127.0.0.2", "127.0.0.3"]}),
+}
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_servers_are_found_by_name_and_asked_without_a_check(form: str, tmp_path: Path) -> None:
+    change, names = NAMES[form]
+    port = free_port()
+    with fakes("127.0.0.2", "127.0.0.3", port=port) as servers, name_server(names) as name_port:
+        text = change(shipped(tmp_path))
+        text = text.replace("parse-resolv-conf", f"nameserver test 127.0.0.1:{name_port}")
+        text = re.sub(r"^( *server.*):8000", rf"\1:{port}", text, flags=re.M)
+        with started(tmp_path, text) as found:
+            wait_until(lambda: [*found.statuses().values()].count("UP") == 2, server=found.proxy)
+            wait_until(lambda: [*found.statuses("any-").values()].count("no check") == 2, server=found.proxy)
+            for server in servers:
+                server.is_ready = False
+            wait_until(lambda: [*found.statuses().values()].count("NOLB") == 2, server=found.proxy)
+            assert {found.proxy.post("/rank", body).status_code for body in BODIES[:8]} == {200}
