@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -230,6 +231,25 @@ def fakes(*addresses: str, port: int = 0) -> Iterator[list[Fake]]:
 
 
 @contextmanager
+def held(found: Proxied, servers: list[Fake], body: bytes = BODIES[0]) -> Iterator[tuple[Fake, Callable[[], int]]]:
+    """A request that one of the servers holds. Gives that server and a call that waits for the reply's status, at most 30 s."""
+    for server in servers:
+        server.rankings_go_on.clear()
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(lambda: found.proxy.post("/rank", body).status_code)
+        try:
+            wait_until(lambda: any(server.asked for server in servers))
+            (holder,) = (server for server in servers if server.asked)
+            for server in servers:
+                if server is not holder:
+                    server.rankings_go_on.set()
+            yield holder, lambda: reply.result(30)
+        finally:
+            for server in servers:
+                server.rankings_go_on.set()
+
+
+@contextmanager
 def name_server(names: Mapping[str, list[str]]) -> Iterator[int]:
     """A name server on a port of 127.0.0.1 that, as that of a cluster, knows the IPv4 addresses of these names and no others."""
 
@@ -290,3 +310,36 @@ def test_servers_are_found_by_name_and_asked_without_a_check(form: str, tmp_path
                 server.is_ready = False
             wait_until(lambda: [*found.statuses().values()].count("NOLB") == 2, server=found.proxy)
             assert {found.proxy.post("/rank", body).status_code for body in BODIES[:8]} == {200}
+
+
+def test_a_frozen_server_does_not_hold_its_callers(tmp_path: Path) -> None:
+    with fakes("127.0.0.1", "127.0.0.1") as servers:
+        ports = [server.server_port for server in servers]
+        with proxied(tmp_path, ports) as found, held(found, servers) as (frozen, status):
+            frozen.checks_go_on.clear()
+            assert status() == 200, "asked again of the other server"
+            assert "DOWN" in found.status(1 + servers.index(frozen))
+
+
+def test_a_drain_cuts_no_request_that_is_open(tmp_path: Path) -> None:
+    with fakes("127.0.0.1", "127.0.0.1") as servers:
+        ports = [server.server_port for server in servers]
+        with proxied(tmp_path, ports) as found, held(found, servers) as (drained, status):
+            drained.is_ready = False
+            wait_until(lambda: found.status(1 + servers.index(drained)) == "NOLB")
+            time.sleep(2)  # four checks
+            drained.rankings_go_on.set()
+            assert status() == 200
+            assert [server.asked for server in servers if server is not drained] == [0]
+
+
+def test_what_a_drain_leaves_open_is_asked_again(tmp_path: Path) -> None:
+    with fakes("127.0.0.1", "127.0.0.1") as servers:
+        ports = [server.server_port for server in servers]
+        with proxied(tmp_path, ports) as found, held(found, servers) as (drained, status):
+            drained.is_ready = False
+            wait_until(lambda: found.status(1 + servers.index(drained)) == "NOLB")
+            drained.shutdown()
+            drained.socket.close()  # as at the end of the drain's delay
+            assert status() == 200
+            assert found.status(1 + servers.index(drained)) == "DOWN"
