@@ -4,6 +4,7 @@ fakes behind it freeze, drain, and are found by their names."""
 from __future__ import annotations
 
 import csv
+import http.client
 import io
 import json
 import re
@@ -343,3 +344,53 @@ def test_what_a_drain_leaves_open_is_asked_again(tmp_path: Path) -> None:
             drained.socket.close()  # as at the end of the drain's delay
             assert status() == 200
             assert found.status(1 + servers.index(drained)) == "DOWN"
+
+
+PUBLIC = [
+    *("POST /rank", "POST /rank/phoenix", "POST /rank/batch", "POST /context", "POST /retrieve", "POST /recommend"),
+    *("GET /v2", "GET /v2/health/live", "GET /v2/health/ready", "GET /v2/models/phoenix", "GET /v2/models/a/ready"),
+    *("POST /v2/models/phoenix/infer", "POST /v2/models/phoenix/versions/1/infer"),
+]
+INSIDE = [
+    *(
+        "GET /",
+        "GET /metrics",
+        "GET /info",
+        "GET /docs",
+        "GET /openapi.json",
+        "GET /version",
+        "GET /readyz",
+        "GET /livez",
+    ),
+    *("GET /startupz", "GET /health", "GET /assets/page.js", "GET /explore", "POST /explain", "POST /admin/reload"),
+    *(
+        "GET /%6detrics",
+        "GET //metrics",
+        "GET /rank/a/metrics",
+        "GET /v2x",
+        "GET /ranker/metrics",
+    ),
+]
+BELOW_A_PATH = "^(/ranker)?/"
+
+
+def answered(found: Proxied, line: str) -> int:
+    """The status of the reply to this request, whose path is sent as it is."""
+    connection = http.client.HTTPConnection("127.0.0.1", found.proxy.port, timeout=30)
+    connection.request(*line.split(), b"{}" if line.startswith("POST") else None)
+    return connection.getresponse().status
+
+
+def test_only_what_is_for_callers_passes(tmp_path: Path) -> None:
+    def below_a_path(text: str) -> str:
+        return text.replace("path_reg ^/", f"path_reg {BELOW_A_PATH}")
+
+    with fakes("127.0.0.1", "127.0.0.1") as servers:
+        ports = [server.server_port for server in servers]
+        with proxied(tmp_path, ports) as found:
+            assert {line: answered(found, line) for line in PUBLIC} == dict.fromkeys(PUBLIC, 200)
+            assert {line: answered(found, line) for line in INSIDE} == dict.fromkeys(INSIDE, 404)
+            assert answered(found, "POST /ranker/rank") == 404
+        with proxied(tmp_path, ports, below_a_path) as found:
+            assert [answered(found, f"POST {path}") for path in ("/ranker/rank", "/rank")] == [200, 200]
+            assert answered(found, "GET /ranker/metrics") == 404
