@@ -394,3 +394,29 @@ def test_only_what_is_for_callers_passes(tmp_path: Path) -> None:
         with proxied(tmp_path, ports, below_a_path) as found:
             assert [answered(found, f"POST {path}") for path in ("/ranker/rank", "/rank")] == [200, 200]
             assert answered(found, "GET /ranker/metrics") == 404
+
+
+def test_a_body_may_take_longer_than_a_header(tmp_path: Path) -> None:
+    def hasty(text: str) -> str:
+        assert "timeout http-request 10s" in text
+        return text.replace("timeout http-request 10s", "timeout http-request 1s")
+
+    body = BODIES[0]
+    head = f"POST /rank HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+    with fakes("127.0.0.1", "127.0.0.1") as servers:
+        ports = [server.server_port for server in servers]
+        with proxied(tmp_path, ports, hasty) as found:
+            with found.proxy.connect() as slow:
+                slow.sendall(f"{head}\r\n".encode() + body[:10])
+                time.sleep(2)
+                assert [server.asked for server in servers] == [0, 0], "only a whole request can be sent again"
+                slow.sendall(body[10:])
+                assert slow.recv(4096).startswith(b"HTTP/1.1 200 ")
+            with found.proxy.connect() as asking:
+                asking.sendall(f"{head}expect: 100-continue\r\n\r\n".encode())
+                assert asking.recv(4096).startswith(b"HTTP/1.1 100 ")
+                asking.sendall(body)
+                assert asking.recv(4096).startswith(b"HTTP/1.1 200 ")
+            with found.proxy.connect() as silent:
+                silent.sendall(head.encode())
+                assert silent.recv(4096).startswith(b"HTTP/1.1 408 ")
