@@ -14,6 +14,7 @@ import pytest
 import typer
 import yaml
 
+from app.settings import Drain, Reload
 from loadtest.machine import ROOT
 from weights.command_line import app as weights_app
 from weights.lab.commands.loop import EXIT_REFUSED
@@ -65,6 +66,20 @@ def test_kubernetes_takes_every_object() -> None:
         kubernetes_validate.validate(each, "1.31", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(objects[0] | {"spec": {"replica": 2}}, "1.31", strict=True)
+
+
+def test_a_busy_pod_stays_and_a_draining_one_goes_in_time() -> None:
+    deployment = next(yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text()))
+    pod = deployment["spec"]["template"]["spec"]
+    (ranker,) = pod["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = {"timeoutSeconds": 1, "failureThreshold": 3} | ranker[name]
+        assert (probe["timeoutSeconds"] >= 3, probe["failureThreshold"] >= 2) == (True, True), name
+    ready, drain = ranker["readinessProbe"], Drain()
+    assert ready["periodSeconds"] * ready["failureThreshold"] < drain.delay_seconds, "seen before listeners close"
+    assert pod["terminationGracePeriodSeconds"] > drain.delay_seconds + drain.timeout_seconds
+    startup = ranker["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] > Reload().timeout_seconds
 
 
 def test_kubernetes_takes_the_nightly_turn() -> None:
