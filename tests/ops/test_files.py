@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -191,3 +192,24 @@ def faults(board: dict[str, Any]) -> Any:
             yield f"{panel['title']}: no description or no unit"
         if any(target["datasource"].get("uid") != "${datasource}" for target in panel["targets"]):
             yield f"{panel['title']}: a dangling data source"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("", "http://127.0.0.1:8000"),
+        ("*", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),  # noqa: S104
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("[fd00::5]", "http://[fd00::5]:8000"),
+        ("10.0.0.5,fd00::5", "http://10.0.0.5:8000"),
+        ("ranker.example.com", "http://ranker.example.com:8000"),
+    ],
+)
+def test_make_load_asks_where_the_service_listens(host: str, url: str) -> None:
+    outside = {name: value for name, value in os.environ.items() if name not in ("HOST", "PORT", "URL", "RANKER_PORT")}
+    for variables, words in (({"RANKER_HOST": host}, []), ({}, [f"HOST={host}"] if host else [])):
+        command = ["make", "--dry-run", "--old-file=.venv/.installed", "load", *words]
+        done = subprocess.run(command, cwd=ROOT, env=outside | variables, capture_output=True, text=True, timeout=60)
+        assert f"--url {url} " in done.stdout.replace('"', ""), done.stdout + done.stderr
