@@ -69,9 +69,13 @@ bench: $(VENV)/.installed ## measure the engines and HTTP here: ARGS="--before D
 bench-gpu: ## check and measure one GPU; needs only torch, numpy, safetensors and triton: ARGS="--device cpu --tiny"
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
 
-URL ?= http://$(HOST):$(PORT)
+# HOST is where the service listens: perhaps on several addresses, or on all of them. This is where it is asked.
+comma := ,
+FIRST = $(subst [,,$(subst ],,$(firstword $(subst $(comma), ,$(HOST)))))
+REACHED = $(if $(filter * 0.0.0.0,$(FIRST)),127.0.0.1,$(if $(filter ::,$(FIRST)),::1,$(FIRST)))
+URL ?= http://$(if $(findstring :,$(REACHED)),[$(REACHED)],$(REACHED)):$(PORT)
 load: $(VENV)/.installed ## run locust against a server: URL=http://… SECONDS=60 USERS=24 SHAPE=ramp; WEB=1 for its page on port 8089
-	$(BIN)/python -m loadtest load --url $(URL) --users $(or $(USERS),24) --seconds $(or $(SECONDS),60) --shape $(or $(SHAPE),steady) $(if $(WEB),--web) $(ARGS)
+	$(BIN)/python -m loadtest load --url "$(URL)" --users $(or $(USERS),24) --seconds $(or $(SECONDS),60) --shape $(or $(SHAPE),steady) $(if $(WEB),--web) $(ARGS)
 
 PEERS := .cache/peers
 $(PEERS)/.installed: loadtest/peers/requirements.txt pyproject.toml docker/requirements.lock .ci/install | $(BIN)/python

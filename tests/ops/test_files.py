@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import typer
 import yaml
 
+from app.settings import Drain, Reload
 from loadtest.machine import ROOT
 from weights.command_line import app as weights_app
 from weights.lab.commands.loop import EXIT_REFUSED
@@ -45,6 +47,18 @@ def test_haproxy_takes_its_configuration() -> None:
     assert subprocess.run(["haproxy", "-c", "-f", "-"], input=broken, text=True, capture_output=True).returncode != 0
 
 
+def test_haproxy_asks_for_every_pod_of_kubernetes() -> None:
+    text = (DOCKER / "haproxy.cfg").read_text()
+    objects = [*yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text())]
+    names = set(re.findall(r"# server-template \S+ \d+ (\S+):8000", text))
+    (service,) = (each for each in objects if each["spec"].get("clusterIP") == "None")
+    assert names == {f"{service['metadata']['name']}.NAMESPACE.svc.cluster.local"}, "HAProxy tries no search domains"
+    assert service["spec"]["publishNotReadyAddresses"], "it does its own checks, and asks all pods where none passes"
+    (scaler,) = (each for each in objects if each["kind"] == "HorizontalPodAutoscaler")
+    places = {int(count) for count in re.findall(r"# server-template \S+ (\d+)", text)}
+    assert min(places) > scaler["spec"]["maxReplicas"] + 1, "pods that start or end have addresses too"
+
+
 def test_kubernetes_takes_every_object() -> None:
     objects = [*yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text())]
     kinds = ["Deployment", "Service", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"]
@@ -53,6 +67,20 @@ def test_kubernetes_takes_every_object() -> None:
         kubernetes_validate.validate(each, "1.31", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(objects[0] | {"spec": {"replica": 2}}, "1.31", strict=True)
+
+
+def test_a_busy_pod_stays_and_a_draining_one_goes_in_time() -> None:
+    deployment = next(yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text()))
+    pod = deployment["spec"]["template"]["spec"]
+    (ranker,) = pod["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = {"timeoutSeconds": 1, "failureThreshold": 3} | ranker[name]
+        assert (probe["timeoutSeconds"] >= 3, probe["failureThreshold"] >= 2) == (True, True), name
+    ready, drain = ranker["readinessProbe"], Drain()
+    assert ready["periodSeconds"] * ready["failureThreshold"] < drain.delay_seconds, "seen before listeners close"
+    assert pod["terminationGracePeriodSeconds"] > drain.delay_seconds + drain.timeout_seconds
+    startup = ranker["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] > Reload().timeout_seconds
 
 
 def test_kubernetes_takes_the_nightly_turn() -> None:
@@ -164,3 +192,24 @@ def faults(board: dict[str, Any]) -> Any:
             yield f"{panel['title']}: no description or no unit"
         if any(target["datasource"].get("uid") != "${datasource}" for target in panel["targets"]):
             yield f"{panel['title']}: a dangling data source"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("", "http://127.0.0.1:8000"),
+        ("*", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),  # noqa: S104
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("[fd00::5]", "http://[fd00::5]:8000"),
+        ("10.0.0.5,fd00::5", "http://10.0.0.5:8000"),
+        ("ranker.example.com", "http://ranker.example.com:8000"),
+    ],
+)
+def test_make_load_asks_where_the_service_listens(host: str, url: str) -> None:
+    outside = {name: value for name, value in os.environ.items() if name not in ("HOST", "PORT", "URL", "RANKER_PORT")}
+    for variables, words in (({"RANKER_HOST": host}, []), ({}, [f"HOST={host}"] if host else [])):
+        command = ["make", "--dry-run", "--old-file=.venv/.installed", "load", *words]
+        done = subprocess.run(command, cwd=ROOT, env=outside | variables, capture_output=True, text=True, timeout=60)
+        assert f"--url {url} " in done.stdout.replace('"', ""), done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import tomllib
@@ -36,6 +37,43 @@ def test_the_unit_file_stops_the_main_process_and_waits() -> None:
     program, command = service["ExecStart"].split()
     assert command == "serve"
     assert Path(program).name in tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
+
+
+def test_a_service_that_fails_is_started_for_ever() -> None:
+    """A checkpoint may be mounted long after the first try, which fails within a second."""
+    unit = unit_of("ranker.service")
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0"
+    assert 1 <= float(unit["Service"]["RestartSec"]) <= 10
+    assert unit["Service"]["Restart"] == "on-failure"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    for unit in UNITS.iterdir():
+        text = unit.read_text()
+        for program in re.findall(r"^ExecStart=(\S+)", text, re.M):
+            text = text.replace(program, "/bin/true")  # verify asks for the program
+        (tmp_path / unit.name).write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", *sorted(tmp_path.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    service = tmp_path / "ranker.service"
+    service.write_text(
+        service.read_text()
+        .replace("StartLimitIntervalSec=0\n", "")
+        .replace("Restart=", "StartLimitIntervalSec=0\nRestart=")
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "StartLimitIntervalSec" in done.stderr, "it belongs to [Unit], and is passed over elsewhere"
+
+
+def test_both_units_may_do_no_more_than_they_need() -> None:
+    service, turn = (dict(unit_of(name)["Service"]) for name in ("ranker.service", "ranker-refresh.service"))
+    limits = [name for name in service if name.startswith(("Protect", "Restrict", "Lock", "SystemCall"))]
+    assert {name: turn.get(name) for name in limits} == {name: service[name] for name in limits}
+    assert service["RestrictAddressFamilies"].split() == ["AF_INET", "AF_INET6", "AF_UNIX"]
+    broken = {"MemoryDenyWriteExecute", "PrivateDevices", "DeviceAllow", "ProtectClock"}
+    assert not broken & service.keys(), "torch compiles, and CUDA opens devices"
 
 
 def test_the_nightly_turn_runs_as_the_user_of_the_service() -> None:
