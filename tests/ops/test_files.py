@@ -38,6 +38,22 @@ def test_prometheus_takes_its_configuration() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_prometheus_finds_the_pods_of_kubernetes(tmp_path: Path) -> None:
+    config = yaml.safe_load((DOCKER / "prometheus/kubernetes.yml").read_text())
+    (job,) = config["scrape_configs"]
+    (discovery,) = job.pop("kubernetes_sd_configs")  # Debian's promtool is built without it
+    config["rule_files"] = [str(DOCKER / "prometheus" / name) for name in config["rule_files"]]
+    (tmp_path / "rest.yml").write_text(yaml.safe_dump(config))
+    done = run("promtool", "check", "config", tmp_path / "rest.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert job["job_name"] == "ranker", "rules.yml names it"
+    pod = next(yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text()))["spec"]["template"]
+    labels = {f"{name}={value}" for name, value in pod["metadata"]["labels"].items()}
+    assert {each["label"] for each in discovery["selectors"]} <= labels
+    ports = [port["name"] for each in pod["spec"]["containers"] for port in each["ports"]]
+    assert [each["regex"] for each in job["relabel_configs"] if each.get("action") == "keep"] == ports
+
+
 def test_haproxy_takes_its_configuration() -> None:
     done = run("haproxy", "-c", "-f", DOCKER / "haproxy.cfg")
     assert done.returncode == 0, done.stderr
