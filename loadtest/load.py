@@ -93,7 +93,7 @@ def capacity(
     precision: Annotated[float, typer.Option(help="Stop when the rate is known this well, as a share.")] = 0.05,
     out: Out = REPORTS / "capacity",
 ) -> None:
-    """Find the highest rate at which the objective holds, with Poisson arrivals."""
+    """Find the highest rate at which the objective holds, with Poisson arrivals, and write a report of one page. Exit code 1 if none holds."""
     traffic = _traffic(candidates, production, 0)
     settings = RunSettings(start, seconds, 2.0, "poisson", Slo(slo_ms, slo_share), traffic)
     plan = SearchSettings(start_rps=start, precision=precision)
@@ -102,6 +102,7 @@ def capacity(
     print(
         json.dumps({name: report[name] for name in ("capacity_rps", "limited_by_generator", "machine")}, sort_keys=True)
     )
+    raise typer.Exit(not report["capacity_rps"])
 
 
 def _traffic(candidates: int, production: bool, seed: int) -> TrafficSettings:

@@ -67,7 +67,9 @@ def capacity_report(search: Mapping[str, Any], out: Path) -> Path:
     objective = f"{100 * slo['share']:g} % within {slo['latency_ms']:g} ms of the due time"
     parts = [
         "# Capacity",
-        f"**{_number(search['capacity_rps'])} requests/s with {objective}.**",
+        f"**{_number(search['capacity_rps'])} requests/s with {objective}.**"
+        if search["capacity_rps"]
+        else f"**At no rate did {objective} hold three times.**",
         LATE if search["limited_by_generator"] else "",
         _where(search),
         "![Latency against rate](rate.png)",

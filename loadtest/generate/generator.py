@@ -27,16 +27,17 @@ CPU_LIMIT = 0.85
 def schedule(kind: Arrivals, rate_rps: float, seconds: float, seed: int = 1) -> NDArray[np.float64]:
     """The times at which requests are due, in seconds from the start, ascending, all below `seconds`.
 
-    Poisson arrivals have exponential gaps, as from independent users; constant arrivals have equal gaps.
-    Raises ValueError if the rate or the length is not positive.
+    Poisson arrivals have exponential gaps, as from independent users; constant arrivals have equal gaps. Where Poisson arrivals would be
+    none, there is one, at any of the times. Raises ValueError if the rate or the length is not positive.
     """
     if rate_rps <= 0 or seconds <= 0:
         raise ValueError("rate and seconds must be positive")
     if kind == "constant":
         return np.arange(int(np.ceil(rate_rps * seconds)), dtype=np.float64) / rate_rps
     spare = int(rate_rps * seconds + 10 * np.sqrt(rate_rps * seconds) + 10)
-    times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate_rps, spare))
-    return times[times < seconds]
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / rate_rps, spare))
+    return times[times < seconds] if times[0] < seconds else rng.uniform(0, seconds, 1)
 
 
 @dataclass(frozen=True, slots=True)
