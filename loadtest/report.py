@@ -33,7 +33,7 @@ def run_report(run: Run, out: Path) -> Path:
         for stage, times in summary["stages_ms"].items()
     ]
     figures += [(f"status {status}", count) for status, count in summary["statuses"].items()]
-    figures += [(f"no reply: {reason}", count) for reason, count in summary["failures"].items()]
+    figures += [(f"no ranking: {reason}", count) for reason, count in summary["failures"].items()]
     parts = [
         f"# Open loop, {settings['rate_rps']:g} requests/s, {settings['arrivals']} arrivals",
         f"**{100 * slo.share:g} % within {slo.latency_ms:g} ms of the due time {verdict}: {100 * summary['good_share']:.2f} %.**",

@@ -63,10 +63,12 @@ async def open_loop(
     due: NDArray[np.float64],
     on_done: Callable[[int], None] = lambda row: None,
     samples: Samples | None = None,
+    is_right: Callable[[int, bytes], bool] = lambda row, body: True,
 ) -> Samples:
     """Send payload i at `due[i]` seconds, even if earlier ones are unanswered, and wait until all are answered or timed out.
 
-    Errors become samples, not exceptions. Calls `on_done(row)` for every reply. Fills in `samples` if given, so that the caller
+    Errors become samples, not exceptions. A reply with 200 whose body `is_right(row, body)` refuses counts as none, for which the client
+    must keep bodies. Calls `on_done(row)` for every reply. Fills in `samples` if given, so that the caller
     can read them during the run. Raises ValueError unless there are as many payloads as due times, and at least one.
     """
     if len(payloads) != len(due) or not len(due):
@@ -78,6 +80,8 @@ async def open_loop(
 
     def done(row: int, reply: Reply) -> None:
         nonlocal left
+        if reply.status == 200 and not is_right(row, reply.body):
+            reply.status, reply.failure = 0, "wrong_reply"
         samples.note(row, reply, start)
         on_done(row)
         left -= 1

@@ -108,3 +108,25 @@ def test_a_poisson_schedule_of_a_low_rate_is_never_empty() -> None:
         due = schedule("poisson", 0.5, 0.5, seed)
         assert len(due) >= 1
         assert 0 <= due[0] <= due[-1] < 0.5
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>oops</html>", b'{"candidates": []}', b"[]", b"", b'{"candidates": [{}], "visible": 9}']
+)
+def test_a_200_that_is_no_ranking_counts_as_none(body: bytes, tmp_path: Path) -> None:
+    with answering(200, body) as url:
+        done = ended("open", url, tmp_path, "--rate", "40", "--seconds", "0.2", "--warmup", "0", "--candidates", "8")
+    assert done.returncode == 1, done.stderr
+    said = json.loads(done.stdout)
+    assert said["good_share"] == said["answered_rps"] == 0
+    assert said["failures"] == {"wrong_reply": said["requests"]}
+    assert "no ranking: wrong_reply" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize("path", ["/rank", "/retrieve", "/recommend"])
+def test_every_right_reply_counts(server: Server, path: str, tmp_path: Path) -> None:
+    done = ended("open", server.url + path, tmp_path, "--rate", "10", "--seconds", "1", "--warmup", "0")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["failures"] == {}
+    assert set(said["statuses"]) <= {"200", "429"}
