@@ -160,7 +160,8 @@ def test_a_dashboard_has_sources_units_and_no_overlap(path: Path) -> None:
     assert list(faults(board)) == []
     board["panels"][1]["gridPos"] = board["panels"][0]["gridPos"]
     board["panels"][2]["targets"][0]["datasource"] = {"uid": "P18"}
-    assert len(list(faults(board))) == 2
+    board["panels"][3]["targets"][0]["expr"] = 'sum(ranker_ready{job=~"$job"})'
+    assert len(list(faults(board))) == 3
 
 
 def faults(board: dict[str, Any]) -> Any:
@@ -180,3 +181,6 @@ def faults(board: dict[str, Any]) -> Any:
             yield f"{panel['title']}: no description or no unit"
         if any(target["datasource"].get("uid") != "${datasource}" for target in panel["targets"]):
             yield f"{panel['title']}: a dangling data source"
+        selectors = [part for target in panel["targets"] for part in re.findall(r"{(job.*?)}", target["expr"])]
+        if not selectors or not all('instance=~"$instance"' in part for part in selectors):
+            yield f"{panel['title']}: not of the chosen instances alone"
