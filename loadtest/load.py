@@ -71,7 +71,9 @@ def open_loop(
     ] = 0,
     out: Out = REPORTS / "open",
 ) -> None:
-    """Load at a fixed rate, whatever the server does, and write a report of one page. Exit code 1 if nothing was answered."""
+    """Load at a fixed rate, whatever the server does, and write a report of one page. Exit code 1 if nothing was answered.
+
+    A request counts as answered if its reply has status 200 and is JSON with a result for each candidate."""
     settings = RunSettings(
         rate, seconds, warmup, arrivals, Slo(slo_ms, slo_share), _traffic(candidates, production, seed)
     )
@@ -93,7 +95,7 @@ def capacity(
     precision: Annotated[float, typer.Option(help="Stop when the rate is known this well, as a share.")] = 0.05,
     out: Out = REPORTS / "capacity",
 ) -> None:
-    """Find the highest rate at which the objective holds, with Poisson arrivals."""
+    """Find the highest rate at which the objective holds, with Poisson arrivals, and write a report. Exit code 1 if none holds."""
     traffic = _traffic(candidates, production, 0)
     settings = RunSettings(start, seconds, 2.0, "poisson", Slo(slo_ms, slo_share), traffic)
     plan = SearchSettings(start_rps=start, precision=precision)
@@ -102,6 +104,7 @@ def capacity(
     print(
         json.dumps({name: report[name] for name in ("capacity_rps", "limited_by_generator", "machine")}, sort_keys=True)
     )
+    raise typer.Exit(not report["capacity_rps"])
 
 
 def _traffic(candidates: int, production: bool, seed: int) -> TrafficSettings:

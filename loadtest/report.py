@@ -33,7 +33,7 @@ def run_report(run: Run, out: Path) -> Path:
         for stage, times in summary["stages_ms"].items()
     ]
     figures += [(f"status {status}", count) for status, count in summary["statuses"].items()]
-    figures += [(f"no reply: {reason}", count) for reason, count in summary["failures"].items()]
+    figures += [(f"no ranking: {reason}", count) for reason, count in summary["failures"].items()]
     parts = [
         f"# Open loop, {settings['rate_rps']:g} requests/s, {settings['arrivals']} arrivals",
         f"**{100 * slo.share:g} % within {slo.latency_ms:g} ms of the due time {verdict}: {100 * summary['good_share']:.2f} %.**",
@@ -67,7 +67,9 @@ def capacity_report(search: Mapping[str, Any], out: Path) -> Path:
     objective = f"{100 * slo['share']:g} % within {slo['latency_ms']:g} ms of the due time"
     parts = [
         "# Capacity",
-        f"**{_number(search['capacity_rps'])} requests/s with {objective}.**",
+        f"**{_number(search['capacity_rps'])} requests/s with {objective}.**"
+        if search["capacity_rps"]
+        else f"**At no rate did {objective} hold three times.**",
         LATE if search["limited_by_generator"] else "",
         _where(search),
         "![Latency against rate](rate.png)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -199,6 +200,27 @@ def test_the_operators_page_lists_every_series() -> None:
     page = (ROOT / "docs/operations.md").read_text()
     families = {name.removesuffix("_total") for name in series()}
     assert {name for name in families if name not in page} == set()
+
+
+def test_the_operators_page_lists_every_event_and_no_other() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    rows = page.partition("| event | what it means |")[2].partition("## Capacity")[0]
+    listed = {name for row in re.findall(r"^\| (`.*?) \|", rows, re.M) for name in re.findall(r"`(\w+)`", row)}
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "app").rglob("*.py") if "client" not in path.parts]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    assert {event for node in nodes for event in events(node)} - listed == set()
+    assert listed - {node.value for node in nodes if isinstance(node, ast.Constant)} == set()
+
+
+def events(node: ast.AST) -> Iterator[str]:
+    """The events that a call of `log` or of a fresh logger may write."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+        return
+    if node.func.attr in ("debug", "info", "warning", "error") and re.fullmatch(
+        r"log|structlog\.get_logger\(.*\)", ast.unparse(node.func.value)
+    ):
+        named = [part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)]
+        yield from (each for each in named if isinstance(each, str))
 
 
 def shell_blocks() -> list[str]:

@@ -110,6 +110,7 @@ async def explain(caller: Caller) -> Response:
             written.append(piece)
             await asyncio.sleep(0)  # let other requests in
         exchange.stages["serialize"] = time.perf_counter() - started
+        exchange.passed([("serialize", exchange.stages["serialize"])])
     return Response(b"".join(written), media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
@@ -150,6 +151,8 @@ class Explaining:
         own, *others = await self._ranked(chain([(question.context, question.checked.candidates)], without))
         exchange.requests = 1 + len(others)
         exchange.stages |= {"queue": own.queue_seconds, "forward": time.perf_counter() - started}
+        exchange.spans["queue"] = started, started + own.queue_seconds
+        exchange.passed([("forward", exchange.stages["forward"])])
         with exchange.measured("attention"):
             deadline = self.caller.deadline
             attention = [await ranker.attention(self.model, question.context, group, deadline) for group in groups]

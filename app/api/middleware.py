@@ -38,7 +38,7 @@ from app.telemetry.tracing import RequestTracer
 
 MEDIA_TYPE = b"application/problem+json"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-PROBES = frozenset({"/livez", "/readyz", "/startupz", "/metrics", "/v2/health/live", "/v2/health/ready"})
+PROBES = frozenset({"/livez", "/readyz", "/health", "/startupz", "/metrics", "/v2/health/live", "/v2/health/ready"})
 OTHER = "other"
 UNMATCHED = "unmatched"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
@@ -154,7 +154,9 @@ class RequestMiddleware:
             exchange.status = CLIENT_GONE
             if exchange.is_reading:
                 self.metrics.cancelled.labels("body").inc()
-        trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, dict(scope["headers"]))
+        trace_id = None
+        if self.tracer is not None and exchange.route not in PROBES:
+            trace_id = self.tracer.record(exchange, seconds, dict(scope["headers"]))
         is_taken = exchange.status != MethodNotAllowed.status
         method = exchange.method if is_taken else OTHER  # else any caller could add series of each method and route
         requests, duration = self._series_of(method, exchange.route, exchange.status)

@@ -156,6 +156,7 @@ def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict
     seconds = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
     for stage in ("queue", "forward"):
         exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), seconds[stage])
+    exchange.passed((("queue", ranked.queue_seconds), ("forward", ranked.forward_seconds)))
     return replies.timings_of(seconds)
 
 

@@ -166,6 +166,7 @@ async def _search_and_rank(
         ranked = _nothing(search_result, query, config)
     stages["queue"] += ranked.queue_seconds
     stages["forward"] = ranked.forward_seconds
+    caller.exchange.passed((("queue", ranked.queue_seconds), ("forward", ranked.forward_seconds)))
     return search_result, ranked
 
 
@@ -231,11 +232,13 @@ def _at_least(caller: CallerInfo) -> str:
 
 def _count(caller: CallerInfo, search_result: SearchResult) -> None:
     """Note where a search's time went."""
-    caller.exchange.stages |= {
+    stages = {
         "queue": search_result.queue_seconds,
         "encode": search_result.encode_seconds,
         "search": search_result.search_seconds,
     }
+    caller.exchange.stages |= stages
+    caller.exchange.passed(stages.items())
 
 
 # --- Replies ---------------------------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Reloader:
         Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress or Draining; then the old one keeps serving.
         """
         path = self.checkpoint if name is None else self._resolve(name)
-        async with self._recorded(self._model_identity, checkpoint=str(path)) as log_fields:
+        async with self._recorded("checkpoint", self._model_identity, checkpoint=str(path)) as log_fields:
             model = await self._serve(path if path == self.first_checkpoint else self._target(path))
             log_fields |= {"version": model.manifest.version, "digest": model.manifest.digest}
         self.checkpoint = path
@@ -86,7 +86,9 @@ class Reloader:
         posts = self.retrieval[1] if corpus is None else self._resolve(corpus)
         if towers is None or posts is None:
             raise NoCorpus("Name both a retrieval checkpoint and a corpus: none is served yet.")
-        async with self._recorded(self._corpus_identity, retrieval=str(towers), corpus=str(posts)) as log_fields:
+        async with self._recorded(
+            "corpus", self._corpus_identity, retrieval=str(towers), corpus=str(posts)
+        ) as log_fields:
             served = await self._corpus.swap(towers, posts)
             log_fields |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
         self.retrieval = towers, posts
@@ -143,12 +145,15 @@ class Reloader:
     # what a reload did
 
     @asynccontextmanager
-    async def _recorded(self, identity: Callable[[], Awaitable[object]], **what: Any) -> AsyncIterator[dict[str, Any]]:
-        """Count and log one reload and whether it changed what serves. Entries added to the yielded dict are logged too."""
+    async def _recorded(
+        self, of: str, identity: Callable[[], Awaitable[object]], **what: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Count and log one reload and whether it changed what serves. Entries added to the yielded dict are logged too.
+        `of` is one of RELOADED."""
         self._under_way += 1
         self._idle.clear()
         try:
-            async with self._counted(identity, **what) as log_fields:
+            async with self._counted(of, identity, **what) as log_fields:
                 yield log_fields
         finally:
             self._under_way -= 1
@@ -156,7 +161,9 @@ class Reloader:
                 self._idle.set()
 
     @asynccontextmanager
-    async def _counted(self, identity: Callable[[], Awaitable[object]], **what: Any) -> AsyncIterator[dict[str, Any]]:
+    async def _counted(
+        self, of: str, identity: Callable[[], Awaitable[object]], **what: Any
+    ) -> AsyncIterator[dict[str, Any]]:
         began, before = time.monotonic(), await identity()
         try:
             if self._versions.current is None:
@@ -168,9 +175,11 @@ class Reloader:
             raise
         except Exception as error:
             self._metrics.reloads.labels("failure").inc()
+            self._metrics.reload_failed.labels(of).set(1)
             log.error("reload_failed", **what, reason=str(error) or type(error).__name__)
             raise
         is_changed = before != await identity()
+        self._metrics.reload_failed.labels(of).set(0)
         self._metrics.reloads.labels("success" if is_changed else "unchanged").inc()
         log.info("reloaded" if is_changed else "unchanged", **what, seconds=round(time.monotonic() - began, 3))
 
@@ -207,11 +216,17 @@ class Reloader:
         """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""
         current = self._versions.current
         digest = await asyncio.to_thread(_digest, self.checkpoint)
-        return (current is not None and digest == current.model.served.manifest.digest) or await _try(self.reload())
+        if current is None or digest != current.model.served.manifest.digest:
+            return await _try(self.reload())
+        self._metrics.reload_failed.labels("checkpoint").set(0)  # one that was refused has been replaced by what serves
+        return True
 
     async def _follow_corpus(self) -> bool:
         """The same for the towers and the corpus."""
-        return await asyncio.to_thread(self._serves_these_posts) or await _try(self.reload_corpus())
+        if not await asyncio.to_thread(self._serves_these_posts):
+            return await _try(self.reload_corpus())
+        self._metrics.reload_failed.labels("corpus").set(0)
+        return True
 
     def _serves_these_posts(self) -> bool:
         """Whether the towers and the corpus that serve are those on the disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -12,10 +13,11 @@ class Exchange(msgspec.Struct):
     """It is logged, so it holds nothing of a user's history, and names of requests only after a check.
 
     `started`, when its first bytes came, `came`, when the last did, and `turn_at`, when they were read, in seconds of
-    `time.perf_counter`; `stages` in seconds. `status` 499 means that the client disconnected; `code` is a problem's. A request that was
-    not named by its caller's header takes the name in its body, if there is one. `scored`: of its replies, the action names and the
-    probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together; `is_reading`: the body is on its way,
-    `is_read`: it is whole. `has_long_body`: it is, or may be, too long to be read for nothing.
+    `time.perf_counter`; `stages` in seconds, and `spans` has when each of them first began and last ended, on that clock. `status` 499
+    means that the client disconnected; `code` is a problem's. A request that was not named by its caller's header takes the name in its
+    body, if there is one. `scored`: of its replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards
+    what all bodies may take together; `is_reading`: the body is on its way, `is_read`: it is whole. `has_long_body`: it is, or may be, too
+    long to be read for nothing.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class Exchange(msgspec.Struct):
     requests: int = 0
     cache: str = ""
     stages: dict[str, float] = msgspec.field(default_factory=dict)
+    spans: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
     scored: list[tuple[tuple[str, ...], Any]] = msgspec.field(default_factory=list)
     is_named_by_caller: bool = False
     body_bytes: int = 0
@@ -42,20 +45,32 @@ class Exchange(msgspec.Struct):
 
     def measured(self, stage: str) -> Stopwatch:
         """A block whose time is added to a stage."""
-        return Stopwatch(self.stages, stage)
+        return Stopwatch(self, stage)
+
+    def passed(self, stages: Iterable[tuple[str, float]]) -> None:
+        """Note when stages were, each with its seconds, that followed on each other and of which the last has ended just now. Where one is
+        noted again, as in a batch, its span reaches to the new end. For `spans` alone: their time is added to `stages` by others."""
+        end = time.perf_counter()
+        for stage, seconds in reversed([*stages]):
+            began = end - seconds
+            first, last = self.spans.get(stage, (began, end))
+            self.spans[stage] = min(first, began), max(last, end)
+            end = began
 
 
 class Stopwatch:
-    """Adds the seconds of a block to `stages[stage]`, also where it raises."""
+    """Adds the seconds of a block to a stage of an exchange, also where it raises."""
 
-    __slots__ = ("stage", "stages", "started")
+    __slots__ = ("exchange", "stage", "started")
 
-    def __init__(self, stages: dict[str, float], stage: str) -> None:
-        self.stages = stages
+    def __init__(self, exchange: Exchange, stage: str) -> None:
+        self.exchange = exchange
         self.stage = stage
 
     def __enter__(self) -> None:
         self.started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.stages[self.stage] = self.stages.get(self.stage, 0.0) + time.perf_counter() - self.started
+        ended, stage, stages, spans = time.perf_counter(), self.stage, self.exchange.stages, self.exchange.spans
+        stages[stage] = stages.get(stage, 0.0) + ended - self.started
+        spans[stage] = spans[stage][0] if stage in spans else self.started, ended

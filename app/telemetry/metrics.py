@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import prometheus_client.values
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
@@ -35,6 +35,7 @@ STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 SERVED_DROPS = ("queue_full", "not_written", "fault")
+RELOADED = ("checkpoint", "corpus")
 RELOAD_RESULTS = ("success", "failure", "unchanged", "busy")
 CHECK_TEXT = (
     "The sequence × 10⁹ plus nine digits of the digest: what differs between replicas of one sequence has diverged."
@@ -190,6 +191,13 @@ class Metrics:
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")
         self.context_handles = counter("context_handles", "Contexts that requests named by a handle.", "result")
         self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
+        self.reload_failed = Gauge(
+            "reload_failed",
+            "1 from a reload that failed to one that does not, of the checkpoint or of towers and corpus.",
+            ("of",),
+            namespace="ranker",
+            registry=registry,
+        )
         self.feed_entries = counter("feed_entries", "Changes that came by the feed.", "result")
         self.forward_failures = counter(
             "forward_failures", "Forwards that raised; a batch of several requests is then split."
@@ -205,6 +213,7 @@ class Metrics:
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
+            (self.reload_failed, RELOADED),
             (self.user_vectors, ("cache", "tower")), (self.feed_entries, ("made", "unreadable")),
             (self.context_handles, ("found", "unknown")), (self.log_lines_dropped, ("reader_slow",)),
             (self.served_dropped, SERVED_DROPS),

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from app.settings import SettingsProblem, Tracing
 from app.telemetry.exchange import Exchange
 
-STAGES = ("parse", "queue", "forward", "serialize")  # in the order in which a request passes them
 SERVICE_NAME = "phoenix-ranking-server"
 EXPORT_SECONDS = 2.0  # a collector that is down delays the end of the process by no more
 
@@ -28,7 +27,12 @@ def create_tracer(settings: Tracing) -> RequestTracer | None:
 
 
 class RequestTracer:
-    """Turns a finished exchange into a span with one child per stage."""
+    """Turns a finished exchange into a span with one child per stage of its log line.
+
+    A child reaches from when its stage first began to when it last ended, as far as the HTTP side knows: it takes a forward pass to end
+    when its scores arrive. So what lies between two children is waiting that no stage counts. The children overlap where a stage was passed
+    several times: those of a batch, and in /recommend the `queue` of search and ranking. The log line has the time in each stage.
+    """
 
     def __init__(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -75,11 +79,11 @@ class RequestTracer:
             },
         )
         inside = set_span_in_context(span)
-        for stage in STAGES:
-            if (length := exchange.stages.get(stage)) is not None:
-                child = self._tracer.start_span(stage, context=inside, start_time=start)
-                start += round(length * 1e9)
-                child.end(start)
+        for stage, (began, ended) in exchange.spans.items():
+            child = self._tracer.start_span(
+                stage, context=inside, start_time=start + round((began - exchange.started) * 1e9)
+            )
+            child.end(start + round((ended - exchange.started) * 1e9))
         if exchange.status >= 500:
             span.set_status(Status(StatusCode.ERROR, exchange.code))
         span.end(end)

@@ -27,16 +27,17 @@ CPU_LIMIT = 0.85
 def schedule(kind: Arrivals, rate_rps: float, seconds: float, seed: int = 1) -> NDArray[np.float64]:
     """The times at which requests are due, in seconds from the start, ascending, all below `seconds`.
 
-    Poisson arrivals have exponential gaps, as from independent users; constant arrivals have equal gaps.
-    Raises ValueError if the rate or the length is not positive.
+    Poisson arrivals have exponential gaps, as from independent users; constant arrivals have equal gaps. Where Poisson arrivals would be
+    none, there is one, at any of the times. Raises ValueError if the rate or the length is not positive.
     """
     if rate_rps <= 0 or seconds <= 0:
         raise ValueError("rate and seconds must be positive")
     if kind == "constant":
         return np.arange(int(np.ceil(rate_rps * seconds)), dtype=np.float64) / rate_rps
     spare = int(rate_rps * seconds + 10 * np.sqrt(rate_rps * seconds) + 10)
-    times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate_rps, spare))
-    return times[times < seconds]
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / rate_rps, spare))
+    return times[times < seconds] if times[0] < seconds else rng.uniform(0, seconds, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,12 @@ async def open_loop(
     due: NDArray[np.float64],
     on_done: Callable[[int], None] = lambda row: None,
     samples: Samples | None = None,
+    is_right: Callable[[int, bytes], bool] = lambda row, body: True,
 ) -> Samples:
     """Send payload i at `due[i]` seconds, even if earlier ones are unanswered, and wait until all are answered or timed out.
 
-    Errors become samples, not exceptions. Calls `on_done(row)` for every reply. Fills in `samples` if given, so that the caller
+    Errors become samples, not exceptions. A reply with 200 whose body `is_right(row, body)` refuses counts as none, for which the client
+    must keep bodies. Calls `on_done(row)` for every reply. Fills in `samples` if given, so that the caller
     can read them during the run. Raises ValueError unless there are as many payloads as due times, and at least one.
     """
     if len(payloads) != len(due) or not len(due):
@@ -77,6 +80,8 @@ async def open_loop(
 
     def done(row: int, reply: Reply) -> None:
         nonlocal left
+        if reply.status == 200 and not is_right(row, reply.body):
+            reply.status, reply.failure = 0, "wrong_reply"
         samples.note(row, reply, start)
         on_done(row)
         left -= 1

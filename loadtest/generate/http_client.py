@@ -12,8 +12,8 @@ from typing import Literal, cast
 
 import httptools
 
-Failure = Literal["", "connect", "reset", "timeout", "protocol"]
-FAILURES: tuple[Failure, ...] = ("", "connect", "reset", "timeout", "protocol")
+Failure = Literal["", "connect", "reset", "timeout", "protocol", "wrong_reply"]
+FAILURES: tuple[Failure, ...] = ("", "connect", "reset", "timeout", "protocol", "wrong_reply")
 
 IDLE_SECONDS = 2.0  # shorter than any server's keep-alive, so that no request goes to a closing socket
 MAX_CONNECTIONS = 900  # select() takes at most 1024 descriptors

@@ -30,7 +30,7 @@ class Samples(np.recarray[Any, Any]):
     """Records `[n]`, times in seconds from the start of the run. `samples[mask]` selects records, `samples.due` is a column.
 
     `due` is the scheduled time of a request, `fired` when the generator reached it, `sent` when it was written to a connection
-    (−1: never), `done` when its reply was complete or it failed. `status` 0 means no reply. `failure`, `kind` and `cache` are
+    (−1: never), `done` when its reply was complete or it failed. `status` 0 means no right reply. `failure`, `kind` and `cache` are
     indices into FAILURES, KINDS and CACHE_RESULTS. `stages_ms` `[n, 4]` comes from the reply's `Server-Timing`; NaN is unknown.
     """
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -94,6 +96,24 @@ class RankRequest:
         del content["candidates"]
         return orjson.dumps(content | {"k": self.candidates})
 
+    def is_answered(self, reply: bytes) -> bool:
+        """Whether a reply is JSON with a result for each candidate, or for each of at most `k` posts that the corpus could show."""
+        try:
+            said = REPLY.decode(reply)
+        except msgspec.DecodeError:
+            return False
+        return len(said.candidates or said.posts) == min(self.candidates, said.visible)
+
+
+class _Said(msgspec.Struct):
+    """What is read of a reply: its results, unread, and of how many posts they were found."""
+
+    candidates: list[msgspec.Raw] = []
+    posts: list[msgspec.Raw] = []
+    visible: int = sys.maxsize
+
+
+REPLY = msgspec.json.Decoder(_Said)
 
 Columns = dict[str, list[Any]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from loadtest.machine import machine
@@ -104,7 +104,7 @@ def search_server(
         outcome.trials.append((share * outcome.capacity_rps, trial(share * outcome.capacity_rps)))
     return {
         "kind": "search",
-        "settings": replace(load.settings, rate_rps=outcome.capacity_rps).to_dict(),
+        "settings": load.settings.to_dict() | {"rate_rps": outcome.capacity_rps},
         "plan": asdict(plan),
         "target": target.origin,
         "machine": machine(),

@@ -6,12 +6,17 @@ import csv
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loadtest.__main__ import main
+from loadtest.generate.generator import schedule
 from loadtest.machine import ROOT
 from loadtest.server import Server, free_port, serving
 
@@ -56,3 +61,72 @@ def test_without_a_server_it_is_one_sentence(
     said = capsys.readouterr()
     assert f"{url} does not answer (ConnectError)" in said.out + said.err
     assert (said.out + said.err).count("\n") == 1
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """The address of a server that gives each ranking this answer, and has no `/info`."""
+
+    class Answer(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(status, body)
+
+        def do_GET(self) -> None:
+            self.answer(404, b"")
+
+        def answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def test_a_search_in_which_no_rate_holds_has_its_report(tmp_path: Path) -> None:
+    with answering(503, b"") as url:
+        done = ended("capacity", url, tmp_path, "--start", "1", "--seconds", "0.1")
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["capacity_rps"] == 0
+    assert "At no rate did" in (tmp_path / "report.md").read_text()
+
+
+def test_a_poisson_schedule_of_a_low_rate_is_never_empty() -> None:
+    for seed in range(100):
+        due = schedule("poisson", 0.5, 0.5, seed)
+        assert len(due) >= 1
+        assert 0 <= due[0] <= due[-1] < 0.5
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>oops</html>", b'{"candidates": []}', b"[]", b"", b'{"candidates": [{}], "visible": 9}']
+)
+def test_a_200_that_is_no_ranking_counts_as_none(body: bytes, tmp_path: Path) -> None:
+    with answering(200, body) as url:
+        done = ended("open", url, tmp_path, "--rate", "40", "--seconds", "0.2", "--warmup", "0", "--candidates", "8")
+    assert done.returncode == 1, done.stderr
+    said = json.loads(done.stdout)
+    assert said["good_share"] == said["answered_rps"] == 0
+    assert said["failures"] == {"wrong_reply": said["requests"]}
+    assert "no ranking: wrong_reply" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize("path", ["/rank", "/retrieve", "/recommend"])
+def test_every_right_reply_counts(server: Server, path: str, tmp_path: Path) -> None:
+    done = ended("open", server.url + path, tmp_path, "--rate", "10", "--seconds", "1", "--warmup", "0")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["failures"] == {}
+    assert set(said["statuses"]) <= {"200", "429"}

@@ -40,6 +40,22 @@ def test_prometheus_takes_its_configuration() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_prometheus_finds_the_pods_of_kubernetes(tmp_path: Path) -> None:
+    config = yaml.safe_load((DOCKER / "prometheus/kubernetes.yml").read_text())
+    (job,) = config["scrape_configs"]
+    (discovery,) = job.pop("kubernetes_sd_configs")  # Debian's promtool is built without it
+    config["rule_files"] = [str(DOCKER / "prometheus" / name) for name in config["rule_files"]]
+    (tmp_path / "rest.yml").write_text(yaml.safe_dump(config))
+    done = run("promtool", "check", "config", tmp_path / "rest.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert job["job_name"] == "ranker", "rules.yml names it"
+    pod = next(yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text()))["spec"]["template"]
+    labels = {f"{name}={value}" for name, value in pod["metadata"]["labels"].items()}
+    assert {each["label"] for each in discovery["selectors"]} <= labels
+    ports = [port["name"] for each in pod["spec"]["containers"] for port in each["ports"]]
+    assert [each["regex"] for each in job["relabel_configs"] if each.get("action") == "keep"] == ports
+
+
 def test_haproxy_takes_its_configuration() -> None:
     done = run("haproxy", "-c", "-f", DOCKER / "haproxy.cfg")
     assert done.returncode == 0, done.stderr
@@ -172,7 +188,8 @@ def test_a_dashboard_has_sources_units_and_no_overlap(path: Path) -> None:
     assert list(faults(board)) == []
     board["panels"][1]["gridPos"] = board["panels"][0]["gridPos"]
     board["panels"][2]["targets"][0]["datasource"] = {"uid": "P18"}
-    assert len(list(faults(board))) == 2
+    board["panels"][3]["targets"][0]["expr"] = 'sum(ranker_ready{job=~"$job"})'
+    assert len(list(faults(board))) == 3
 
 
 def faults(board: dict[str, Any]) -> Any:
@@ -192,6 +209,9 @@ def faults(board: dict[str, Any]) -> Any:
             yield f"{panel['title']}: no description or no unit"
         if any(target["datasource"].get("uid") != "${datasource}" for target in panel["targets"]):
             yield f"{panel['title']}: a dangling data source"
+        selectors = [part for target in panel["targets"] for part in re.findall(r"{(job.*?)}", target["expr"])]
+        if not selectors or not all('instance=~"$instance"' in part for part in selectors):
+            yield f"{panel['title']}: not of the chosen instances alone"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from app.settings import Auth, Logs, Settings, Tracing
 from app.telemetry import logs
 from model.inputs import Context
 from tests.app.api.collector import collecting
-from tests.app.api.live import BODY, Live, listening
+from tests.app.api.live import BODY, Live, head, listening
 from tests.app.api.test_caller import play
 from tests.support import corpora, rankers
 from tests.support.asgi import served
@@ -34,6 +35,7 @@ from tests.support.fakes import FakeEngine, Gate
 KEY = "feed-key"
 EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite"]}
 LONG = [EVENT] * 20  # of which the fake ranker reads 16 and the towers 8
+CONTEXT = {"user_id": "7", "history": [EVENT] * 3}
 POSTS = {"user_id": "7", "history": [EVENT] * 3, "k": 5, "request_id": "page-7"}
 VIEWER = {name: value for name, value in POSTS.items() if name != "k"}
 RANKED, FOUND = ["parse", "queue", "forward"], ["parse", "queue", "encode", "search"]
@@ -392,3 +394,45 @@ def test_a_request_over_http_has_its_spans() -> None:
     assert 0 < root.end_time_unix_nano - root.start_time_unix_nano < took * 1e9
     assert spans["forward"].parent_span_id == root.span_id
     assert spans["queue"].end_time_unix_nano == spans["forward"].start_time_unix_nano
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend", "/rank/batch", "/context"])
+def test_a_span_has_a_child_for_each_stage_of_its_line(
+    path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
+    bodies = {"/rank/batch": {"requests": [good(), good()]}, "/context": CONTEXT}
+    with (
+        collecting() as spans,
+        served(tracing=Tracing(enabled=True), retrieval=corpora.setting(tmp_path)) as (client, _),
+    ):
+        reply = client.post(path, json=bodies.get(path, POSTS))
+        assert reply.status_code == 200, reply.text
+    root = spans.pop(f"POST {path}")
+    stages = re.findall(r"(\w+);dur=", reply.headers["server-timing"])
+    assert set(spans) - {"serialize"} == set(stages) - {"serialize"}
+    for span in spans.values():
+        assert span.parent_span_id == root.span_id
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano
+
+
+def test_a_span_shows_waiting_where_it_was() -> None:
+    pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
+    waited = 0.5
+    with collecting() as spans, listening(tracing=Tracing(enabled=True)) as live, live.connect() as caller:
+        caller.sendall(head(headers={"connection": "close"}))
+        time.sleep(waited)
+        caller.sendall(BODY)
+        while caller.recv(65536):
+            pass
+    assert spans["parse"].start_time_unix_nano - spans["POST /rank"].start_time_unix_nano > 0.2 * waited * 1e9
+
+
+def test_probes_and_scrapes_make_no_spans() -> None:
+    pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
+    with collecting() as spans, served(tracing=Tracing(enabled=True)) as (client, _):
+        for path in ("/livez", "/readyz", "/health", "/startupz", "/metrics", "/v2/health/live", "/v2/health/ready"):
+            assert client.get(path).status_code == 200
+        assert client.get("/info").status_code == 200
+    assert set(spans) == {"GET /info"}

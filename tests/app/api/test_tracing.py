@@ -26,8 +26,7 @@ def traced(headers: dict[bytes, bytes], services: set[str] | None = None) -> tup
     with collecting(services) as spans:
         tracer = create_tracer(Tracing(enabled=True))
         assert tracer is not None
-        stages = {"parse": 0.001, "queue": 0.002, "forward": 0.003, "serialize": 0.001}
-        trace = tracer.record(Exchange("r1", 0.0, "POST", "/rank", 200, candidates=64, stages=stages), 0.008, headers)
+        trace = tracer.record(Exchange("r1", 0.0, "POST", "/rank", 200, candidates=64), 0.008, headers)
         tracer.close()
     return trace, spans
 

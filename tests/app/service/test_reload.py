@@ -28,6 +28,7 @@ from model.engine import EngineError
 from model.synthetic import random_request
 from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request, is_right, load_by_name
 from tests.support.rankers import create, figure, rank, running, until
+from weights.errors import CheckpointError
 
 pytestmark = pytest.mark.anyio
 
@@ -380,6 +381,34 @@ async def test_the_watch_loads_a_manifest_once_and_retries_no_refusal(tmp_path: 
         place.point("v4")
         await asyncio.sleep(0.1)
         assert place.loads == ["v1", "refused", "v3"]
+
+
+async def test_a_refusal_is_told_until_a_reload_succeeds(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+
+        def is_told() -> bool:
+            return figure(ranker, 'ranker_reload_failed{of="checkpoint"}') == 1
+
+        assert not is_told()
+        place.point("refused")
+        with pytest.raises(CheckpointError):
+            await ranker.reloads.reload()
+        assert is_told()
+        place.point("v2")
+        await ranker.reloads.reload()
+        assert not is_told()
+
+
+async def test_the_watch_ends_a_refusal_when_the_link_goes_back(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+        ranker.reloads.watch(0.01)
+        place.point("refused")
+        await until(lambda: figure(ranker, 'ranker_reload_failed{of="checkpoint"}') == 1)
+        place.point("v1")
+        await until(lambda: figure(ranker, 'ranker_reload_failed{of="checkpoint"}') == 0)
+        assert place.loads == ["v1", "refused"]
 
 
 async def test_the_watch_loads_what_was_switched_before_it_began(tmp_path: Path) -> None:
