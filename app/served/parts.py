@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class Part:
         self, directory: Path, day: int, kind: pa.Schema, now: float, release: Callable[[RowBatch], None]
     ) -> None:
         """Open a file of the directory for rows of this UTC day, counted since 1970, with this schema. `now`: Unix seconds. `release` gets
-        each batch whose rows are in the file."""
+        each batch whose rows are in the file. An error leaves no file and no descriptor."""
         self.opened = now
         self.rows = 0
         folder = directory / _folder_of(day * DAY_SECONDS)
@@ -47,16 +47,21 @@ class Part:
         self._waiting: list[pa.RecordBatch] = []
         self._batches: list[RowBatch] = []  # that hold the memory of the rows that wait
         self._waiting_bytes = 0
-        self._descriptor = os.open(self.open_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = pa.OSFile(str(self.open_path), "wb")
-        # Without dictionaries and statistics, which take more time than all the rest.
-        self._writer = pq.ParquetWriter(
-            self._file,
-            kind,
-            compression=COMPRESSION,
-            use_dictionary=False,
-            write_statistics=False,
-        )
+        with ExitStack() as undo:  # of what is done where the rest fails, as on a full disk
+            self._descriptor = os.open(self.open_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            undo.callback(self.open_path.unlink, missing_ok=True)
+            undo.callback(self._close_descriptor)
+            self._file = pa.OSFile(str(self.open_path), "wb")
+            undo.callback(self._file.close)
+            # Without dictionaries and statistics, which take more time than all the rest.
+            self._writer = pq.ParquetWriter(
+                self._file,
+                kind,
+                compression=COMPRESSION,
+                use_dictionary=False,
+                write_statistics=False,
+            )
+            undo.pop_all()
 
     @property
     def size_bytes(self) -> int:

@@ -297,6 +297,39 @@ def test_a_part_that_cannot_be_named_closes_nobody_elses_file(tmp_path: Path) ->
     assert not part.open_path.exists()
 
 
+FULL_DISK = """
+import os, resource, sys, time
+from pathlib import Path
+from app.served.writer import Writer
+from app.settings import Served
+from app.telemetry.metrics import Metrics
+from tests.weights.test_served import batch_of, ranking
+
+directory = Path(sys.argv[1])
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+writer = Writer(Served(directory=directory), directory, Metrics())
+before = os.dup(0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))  # files can be made, and take no byte
+for number in range(20):
+    writer.put(batch_of([ranking(number)]), 20_000, 1000)
+writer.start()
+while writer.waiting_bytes:
+    time.sleep(0.01)
+print(os.dup(0) - before, len([*directory.glob("date=*/*")]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+writer.put(batch_of([ranking(20)]), 20_000, 1000)
+print(writer.close(30))
+"""
+
+
+def test_a_full_disk_uses_up_no_descriptors(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "log")]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    said = [line for line in ended.stdout.splitlines() if "served_not_written" not in line]
+    assert said == ["1 0", "True"], ended.stderr
+    assert [*by_name(tmp_path / "log")] == ["feed-20"]
+
+
 def test_a_disk_that_hangs_costs_rankings_beyond_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, sync = threading.Event(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (opened.wait(30), sync(descriptor)))
