@@ -59,13 +59,14 @@ class Part:
             undo.callback(self._close_descriptor)
             self._file = pa.OSFile(str(self.open_path), "wb")
             undo.callback(self._file.close)
-            # Without dictionaries and statistics, which take more time than all the rest.
+            # Without dictionaries and statistics, which take more time than all the rest. Checksums take a twelfth.
             self._writer = pq.ParquetWriter(
                 self._file,
                 kind,
                 compression=COMPRESSION,
                 use_dictionary=False,
                 write_statistics=False,
+                write_page_checksum=True,
             )
             undo.pop_all()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
@@ -328,6 +329,17 @@ def test_a_part_that_cannot_be_named_closes_nobody_elses_file(tmp_path: Path) ->
     for other in others:
         os.close(other)
     assert not part.open_path.exists()
+
+
+def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path) -> None:
+    with logging(tmp_path) as (client, _):
+        post(client, "/rank", good())
+    (path,) = tmp_path.glob(PARTS)
+    data, place = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(0).column(0)
+    data[place.data_page_offset + place.total_compressed_size - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"\.parquet cannot be read as Parquet: "):
+        rankings_of(tmp_path)
 
 
 FULL_DISK = """
