@@ -6,6 +6,7 @@ Needs pyarrow, like `weights.served`. A service may write into the log meanwhile
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, check_format
+from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, hold, open_part
 
 OPEN_PARTS = f"date=*/*{OPEN_SUFFIX}"
+OWN_SUFFIX = f".forget{OPEN_SUFFIX}"  # of a part that is written again, after some hex digits
+OWN_PARTS = f"date=*/*.{'[0-9a-f]' * 8}{OWN_SUFFIX}"
 
 
 @dataclass
@@ -34,16 +37,28 @@ class Forgotten:
 
 
 def forget_users(
-    directory: Path, user_ids: Collection[int], update: Callable[[int, int], None] = lambda done, total: None
+    directory: Path,
+    user_ids: Collection[int],
+    update: Callable[[int, int], None] = lambda done, total: None,
+    waits: Callable[[], None] = lambda: None,
 ) -> Forgotten:
     """Remove every ranking of these users, whose ids are as the model reads them. `update` gets the parts that are done, and all.
+
+    `waits` is called where a join reads the log or somebody else removes users from it: this begins when they have ended.
 
     A part is replaced by a whole one or not at all. What can be done is done also where one file has a problem. Raises OSError where the
     directory cannot be read.
     """
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is no directory")
-    users = pa.array(sorted(user_ids), pa.uint64())
+    with hold(directory, waits, alone=True) as is_alone:
+        if is_alone:
+            for left in directory.glob(OWN_PARTS):  # by one that was killed
+                left.unlink(missing_ok=True)
+        return _forget(directory, pa.array(sorted(user_ids), pa.uint64()), update)
+
+
+def _forget(directory: Path, users: pa.Array, update: Callable[[int, int], None]) -> Forgotten:
     open_before = {
         *directory.glob(OPEN_PARTS)
     }  # before the parts: else one that is closed meanwhile is in neither list
@@ -55,8 +70,6 @@ def forget_users(
             _forget_in(path, users, result)
         except FileNotFoundError:  # removed meanwhile, because it is old
             continue
-        except pa.ArrowException as error:
-            result.problems.append(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}")
         except (OSError, ValueError) as error:
             result.problems.append(str(error))
     result.open_parts = len(open_before | {*directory.glob(OPEN_PARTS)})
@@ -65,8 +78,7 @@ def forget_users(
 
 def _forget_in(path: Path, users: pa.Array, result: Forgotten) -> None:
     """Remove the users' rows from one part."""
-    with pq.ParquetFile(path) as part:
-        check_format(path, part.schema_arrow)
+    with open_part(path) as part:
         result.parts += 1
         ids = part.read(["user_id"])["user_id"]
         rows = pc.sum(pc.is_in(ids, users)).as_py() or 0
@@ -84,12 +96,17 @@ def _forget_in(path: Path, users: pa.Array, result: Forgotten) -> None:
 def _rewrite(part: pq.ParquetFile, path: Path, users: pa.Array) -> None:
     """Write the part again without these users, one group of rows after the other. A context belongs to one user, so none of the rows that
     stay loses its history."""
-    new = path.with_name(f"{path.name.removesuffix(SUFFIX)}.forget{OPEN_SUFFIX}")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    new = path.with_name(f"{path.name.removesuffix(SUFFIX)}.{secrets.token_hex(4)}{OWN_SUFFIX}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         compression = part.metadata.row_group(0).column(0).compression.lower()
         with pq.ParquetWriter(
-            str(new), part.schema_arrow, compression=compression, use_dictionary=False, write_statistics=False
+            str(new),
+            part.schema_arrow,
+            compression=compression,
+            use_dictionary=False,
+            write_statistics=False,
+            write_page_checksum=True,
         ) as writer:
             for group in range(part.num_row_groups):
                 table = part.read_row_group(group)

@@ -13,9 +13,11 @@ Needs pyarrow, which is imported when a function here is called.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
 from operator import attrgetter
@@ -31,6 +33,7 @@ from model.inputs import Candidates, Context
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 FORMAT = "1"
 FORMAT_KEY = "phoenix_ranker.served"
@@ -359,25 +362,68 @@ def _repeated(texts: Sequence[str], kind: pa.ListType, count: int) -> pa.ListArr
     return pa.ListArray.from_arrays(pa.array(offsets), values, kind)
 
 
-def read_part(path: Path) -> Iterator[ServedRanking]:
-    """Yield the rows of a part, in their order. Raises ValueError for a file that is no whole part of this format, and OSError."""
+class DamagedPart(ValueError):
+    """A part that was cut or damaged. The message names the file."""
+
+
+@contextmanager
+def open_part(path: Path) -> Iterator[pq.ParquetFile]:
+    """Open a part. What is read from it is checked where the part has checksums, as those have that the service writes.
+
+    Raises DamagedPart, also from what is read in the block; ValueError for a file that is no part of this format; OSError where the system
+    does not give the file.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    histories: dict[str, pa.StructScalar] = {}  # by context_id
     try:
-        with pq.ParquetFile(path) as part:
+        with pq.ParquetFile(path, page_checksum_verification=True) as part:
             check_format(path, part.schema_arrow)
-            sizes = _stored_sizes(part.schema_arrow)
-            for batch in part.iter_batches(READ_ROWS):
-                for place in range(len(batch)):
-                    row = {name: batch.column(name)[place] for name in COLUMNS}
-                    if row["history"].is_valid:
-                        histories[row["context_id"].as_py()] = row["history"]
-                    row["history"] = histories[row["context_id"].as_py()]
-                    yield _ranking(row, sizes)
-    except pa.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+            yield part
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DamagedPart(f"{path} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
+
+
+@contextmanager
+def hold(directory: Path, waits: Callable[[], None], *, alone: bool) -> Iterator[bool]:
+    """Have a log of what was served as it is while the block runs, or change it `alone`: those who read it wait for who changes it, and the
+    other way round. Services that write new parts or remove old ones wait for nobody.
+
+    `waits` is called if somebody else has to end first. Yields False where the file system has no locks for directories, as some network
+    file systems. Raises OSError where the directory cannot be read.
+    """
+    held, kind = os.open(directory, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+    try:
+        yield _has_lock(held, kind, waits)
+    finally:
+        os.close(held)
+
+
+def _has_lock(held: int, kind: int, waits: Callable[[], None]) -> bool:
+    try:
+        fcntl.flock(held, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waits()
+        fcntl.flock(held, kind)
+    except OSError:
+        return False
+    return True
+
+
+def read_part(path: Path) -> Iterator[ServedRanking]:
+    """Yield the rows of a part, in their order. Raises ValueError for a file that is no whole part of this format, and OSError."""
+    histories: dict[str, pa.StructScalar] = {}  # by context_id
+    with open_part(path) as part:
+        sizes = _stored_sizes(part.schema_arrow)
+        for batch in part.iter_batches(READ_ROWS):
+            for place in range(len(batch)):
+                row = {name: batch.column(name)[place] for name in COLUMNS}
+                if row["history"].is_valid:
+                    histories[row["context_id"].as_py()] = row["history"]
+                row["history"] = histories[row["context_id"].as_py()]
+                yield _ranking(row, sizes)
 
 
 def check_format(path: Path, stored: pa.Schema) -> None:

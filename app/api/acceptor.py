@@ -72,6 +72,8 @@ class Acceptor:
         if self.listener.fileno() < 0:
             return
         self._loop.remove_reader(self.listener)
+        if self._pause is not None:
+            self._pause.cancel()  # else it would be forgotten where there is still no room
         self._take(math.inf)
         for handle in (self._pause, self._look, self._turn):
             if handle is not None:

@@ -7,20 +7,26 @@ at most the parts that are open. Names are drawn at random: any number of proces
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, ContextName, RowBatch
+from weights.served import OPEN_SUFFIX, SUFFIX, ContextName, RowBatch
 
 GROUP_BYTES = 8 * 2**20
 """A part's rows are written when they take this much memory."""
-ABANDONED_SECONDS = 3600.0  # how much longer than any part is open an open file is left alone
+TOUCH_SECONDS = 60.0
+"""An open file is touched so often, so that other processes see that somebody writes it. Unlike a lock, this works on every file system."""
+ABANDONED_SECONDS = 3600.0  # without a touch, after which a file was left open by a process that was killed
+OUR_FOLDER = re.compile(r"date=\d{4}-\d{2}-\d{2}", re.ASCII)
+OUR_FILE = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{16}(\.[0-9a-f]{8}\.forget)?\.parquet(\.open)?", re.ASCII)
+"""The names of parts, open parts, and of those that `weights.forget` writes again."""
 COMPRESSION = "lz4"  # a third of the time of zstd, and little longer
 DAY_SECONDS = 86_400
 
@@ -32,8 +38,8 @@ class Part:
         self, directory: Path, day: int, kind: pa.Schema, now: float, release: Callable[[RowBatch], None]
     ) -> None:
         """Open a file of the directory for rows of this UTC day, counted since 1970, with this schema. `now`: Unix seconds. `release` gets
-        each batch whose rows are in the file."""
-        self.opened = now
+        each batch whose rows are in the file. An error leaves no file and no descriptor."""
+        self.opened = self._touched = now
         self.rows = 0
         folder = directory / _folder_of(day * DAY_SECONDS)
         make_directory(directory)
@@ -47,16 +53,22 @@ class Part:
         self._waiting: list[pa.RecordBatch] = []
         self._batches: list[RowBatch] = []  # that hold the memory of the rows that wait
         self._waiting_bytes = 0
-        self._descriptor = os.open(self.open_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = pa.OSFile(str(self.open_path), "wb")
-        # Without dictionaries and statistics, which take more time than all the rest.
-        self._writer = pq.ParquetWriter(
-            self._file,
-            kind,
-            compression=COMPRESSION,
-            use_dictionary=False,
-            write_statistics=False,
-        )
+        with ExitStack() as undo:  # of what is done where the rest fails, as on a full disk
+            self._descriptor = os.open(self.open_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            undo.callback(self.open_path.unlink, missing_ok=True)
+            undo.callback(self._close_descriptor)
+            self._file = pa.OSFile(str(self.open_path), "wb")
+            undo.callback(self._file.close)
+            # Without dictionaries and statistics, which take more time than all the rest. Checksums take a twelfth.
+            self._writer = pq.ParquetWriter(
+                self._file,
+                kind,
+                compression=COMPRESSION,
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+            )
+            undo.pop_all()
 
     @property
     def size_bytes(self) -> int:
@@ -71,6 +83,12 @@ class Part:
         self._waiting.append(rows)
         self._batches.append(batch)
         self._waiting_bytes += rows.nbytes
+
+    def touch(self, now: float) -> None:
+        """Let other processes see that the part is being written, once in a while. `now`: Unix seconds."""
+        if abs(now - self._touched) >= TOUCH_SECONDS:
+            self._touched = now
+            os.utime(self._descriptor)
 
     def flush(self) -> None:
         """Write the rows that wait, if they are many."""
@@ -124,26 +142,26 @@ def make_directory(path: Path) -> None:
         path.mkdir(mode=0o700)
 
 
-def remove_old(directory: Path, keep_days: int, open_seconds: float, now: float) -> int:
-    """Remove the parts of days that ended more than `keep_days` ago, all days where it is 0, and files that a killed process left open.
+def remove_old(directory: Path, keep_days: int, now: float) -> int:
+    """Remove the parts of days that ended more than `keep_days` ago, of none where it is 0, and files that a killed process left open.
+    `now`: Unix seconds.
 
     Return how many files were removed. What has another name is not ours, and stays. Raises OSError where a file cannot be removed.
     """
     removed = 0
     first_kept = _folder_of(now - keep_days * DAY_SECONDS)
-    for path in (*directory.glob(PARTS), *directory.glob(f"date=*/*{OPEN_SUFFIX}")):
-        is_old = keep_days > 0 and path.parent.name < first_kept
-        try:
-            is_abandoned = (
-                path.name.endswith(OPEN_SUFFIX) and path.stat().st_mtime < now - open_seconds - ABANDONED_SECONDS
-            )
-            if is_old or is_abandoned:
-                path.unlink()
-                removed += 1
-        except FileNotFoundError:  # another process removed it first, or closed the part
-            continue
     for folder in directory.glob("date=*"):
-        if keep_days > 0 and folder.name < first_kept:
+        if not OUR_FOLDER.fullmatch(folder.name):
+            continue
+        is_old = keep_days > 0 and folder.name < first_kept
+        for path in [path for path in folder.glob("*") if OUR_FILE.fullmatch(path.name)]:
+            try:
+                if is_old or (path.suffix == ".open" and path.stat().st_mtime < now - ABANDONED_SECONDS):
+                    path.unlink()
+                    removed += 1
+            except FileNotFoundError:  # another process removed it first, or closed the part
+                continue
+        if is_old:
             with suppress(OSError):  # something of another name is in it
                 folder.rmdir()
     return removed

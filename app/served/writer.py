@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -123,6 +124,9 @@ class Writer:
         for key, part in list(self._open.items()):
             if not 0 <= now - part.opened < self._settings.part_seconds:  # also where the clock was set back
                 self._close(key)
+            else:
+                with suppress(OSError):  # closing the part will say what is wrong
+                    part.touch(now)
 
     def _close(self, key: Key) -> None:
         part = self._open[key]
@@ -150,7 +154,7 @@ class Writer:
         self._cleaned = now
         try:
             make_directory(self._directory)
-            removed = remove_old(self._directory, self._settings.keep_days, self._settings.part_seconds, time.time())
+            removed = remove_old(self._directory, self._settings.keep_days, time.time())
         except Exception as error:
             self._complain("served_not_cleaned", error)
             return

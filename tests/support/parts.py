@@ -43,4 +43,4 @@ def write_rows(path: Path, rows: Sequence[ServedRanking]) -> None:
     for row in rows:
         batch.add(row)
     kind = batch.schema()
-    pq.write_table(pa.Table.from_batches([batch.encode(kind, set())]), path)
+    pq.write_table(pa.Table.from_batches([batch.encode(kind, set())]), path, write_page_checksum=True)

@@ -33,7 +33,12 @@ def forget(
     with refusals(OSError, extra="served"), progress_bar() as bar:
         from weights.forget import forget_users
 
-        result = forget_users(directory, user_ids, lambda done, total: bar("Reading parts", done, total))
+        result = forget_users(
+            directory,
+            user_ids,
+            lambda done, total: bar("Reading parts", done, total),
+            lambda: say(f"{directory} is in use by a join or another `served forget`: this begins when that ends"),
+        )
     say(
         f"{directory}: {result.rankings} rankings removed; of {result.parts} parts {result.rewritten} were written again and "
         f"{result.removed} removed; {time.perf_counter() - started:.1f} s"

@@ -24,8 +24,10 @@ from typing import Any
 import httpx
 import pytest
 import structlog
+from prometheus_client import Counter
 
 from app import server
+from app.api.acceptor import PAUSE_SECONDS, Acceptor
 from app.errors import EngineDown
 from app.main import create_app
 from app.queue.loading import LoadedModel
@@ -284,6 +286,7 @@ def test_a_slow_client_of_a_side_port_does_not_hold_the_end(side: str) -> None:
 STOPPED = """if True:
     import asyncio, os, signal, sys, threading, time
     from app import server
+from app.api.acceptor import PAUSE_SECONDS, Acceptor
     from tests.app.api.live import until
     from tests.support import rankers
     def end():
@@ -435,3 +438,28 @@ def test_the_process_may_hold_more_files_than_the_shell_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
         server.raise_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+
+
+class Full(socket.socket):
+    """A listening socket of a process that has no file descriptors left."""
+
+    def accept(self) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_no_attempt_follows_the_end_of_a_port_without_room() -> None:
+    faults = list[dict[str, Any]]()
+
+    async def end() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, fault: faults.append(fault))
+        with Full() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            acceptor = Acceptor(listener, asyncio.Protocol, Counter("shortages", "", registry=None))
+            acceptor.accept()
+            acceptor.close()
+            await asyncio.sleep(2 * PAUSE_SECONDS)
+
+    asyncio.run(end())
+    assert faults == []

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
-from app.served.parts import Part
+from app.served.parts import Part, remove_old
 from app.service.local import LocalService
 from app.settings import Served
 from loadtest.generate.tensors import inference_of, masked
@@ -237,20 +238,53 @@ def test_a_part_is_closed_when_it_is_large(tmp_path: Path) -> None:
 
 
 def test_old_days_are_removed_and_foreign_files_stay(tmp_path: Path) -> None:
+    log, part = tmp_path / "log", "20260601T101112Z-00112233aabbccdd.parquet"
     days = [time.strftime("date=%Y-%m-%d", time.gmtime(time.time() - ago * 86_400)) for ago in (3, 2, 0)]
     for day in days:
-        (tmp_path / "log" / day).mkdir(parents=True)
-        for name in ("a.parquet", "b.parquet.open", "notes.txt"):
-            (tmp_path / "log" / day / name).write_bytes(b"x")
-    (tmp_path / "log" / days[0] / "notes.txt").unlink()
-    os.utime(tmp_path / "log" / days[2] / "b.parquet.open", (1, 1))  # of a process that was killed
-    with logging(tmp_path / "log", log={"keep_days": 2}):
-        until(lambda: not (tmp_path / "log" / days[2] / "b.parquet.open").exists())
-    kept = sorted(path.relative_to(tmp_path / "log").as_posix() for path in (tmp_path / "log").rglob("*.*"))
-    assert kept == [f"{days[1]}/{name}" for name in ("a.parquet", "b.parquet.open", "notes.txt")] + [
-        f"{days[2]}/{name}" for name in ("a.parquet", "notes.txt")
+        (log / day).mkdir(parents=True)
+        for name in (part, f"{part}.open", "notes.txt"):
+            (log / day / name).write_bytes(b"x")
+    (log / days[0] / "notes.txt").unlink()
+    os.utime(log / days[2] / f"{part}.open", (1, 1))  # of a process that was killed
+    with logging(log, log={"keep_days": 2}):
+        until(lambda: not (log / days[2] / f"{part}.open").exists())
+    kept = sorted(path.relative_to(log).as_posix() for path in log.rglob("*.*"))
+    assert kept == [f"{days[1]}/{name}" for name in (part, f"{part}.open", "notes.txt")] + [
+        f"{days[2]}/{name}" for name in (part, "notes.txt")
     ]
-    assert not (tmp_path / "log" / days[0]).exists()
+    assert not (log / days[0]).exists()
+
+
+def test_nothing_of_another_name_is_removed(tmp_path: Path) -> None:
+    part = "20260601T101112Z-00112233aabbccdd.parquet"
+    folders = ("date=2026-06-01.backup", "date=2026-06-01 (copy)", "date=0-archive", "date=2026-06")
+    files = [f"{folder}/{part}" for folder in folders]
+    files += [f"date=2026-06-01/{name}" for name in ("compacted.parquet", "mine.parquet.open", f"old-{part}")]
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (1, 1))
+    (tmp_path / "date=2026-05").mkdir()
+    assert remove_old(tmp_path, keep_days=30, now=time.time()) == 0
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")) == sorted(
+        {*files, "date=2026-06-01.backup"}
+    )
+    assert (tmp_path / "date=2026-05").exists()
+
+
+def test_no_service_removes_what_another_is_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.served.parts.TOUCH_SECONDS", 0)
+    with logging(tmp_path, log={"part_seconds": 86_400}) as (client, _):
+        post(client, "/rank", good())
+        until(lambda: [*tmp_path.glob("*/*.open")])
+        (part,) = tmp_path.glob("*/*.open")
+        os.utime(part, (1, 1))  # nothing reaches the disk below eight megabytes
+        until(lambda: part.stat().st_mtime > 1)
+        with logging(tmp_path) as (other, _):
+            post(other, "/rank", good(request_id="other"))
+            until(lambda: len([*tmp_path.glob("*/*.open")]) != 1)
+        assert part.exists()
+    assert len(rankings_of(tmp_path)) == 2
 
 
 def test_nothing_is_removed_where_days_are_kept_for_ever(tmp_path: Path) -> None:
@@ -295,6 +329,50 @@ def test_a_part_that_cannot_be_named_closes_nobody_elses_file(tmp_path: Path) ->
     for other in others:
         os.close(other)
     assert not part.open_path.exists()
+
+
+def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path) -> None:
+    with logging(tmp_path) as (client, _):
+        post(client, "/rank", good())
+    (path,) = tmp_path.glob(PARTS)
+    data, place = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(0).column(0)
+    data[place.data_page_offset + place.total_compressed_size - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"\.parquet cannot be read as Parquet: "):
+        rankings_of(tmp_path)
+
+
+FULL_DISK = """
+import os, resource, sys, time
+from pathlib import Path
+from app.served.writer import Writer
+from app.settings import Served
+from app.telemetry.metrics import Metrics
+from tests.weights.test_served import batch_of, ranking
+
+directory = Path(sys.argv[1])
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+writer = Writer(Served(directory=directory), directory, Metrics())
+before = os.dup(0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))  # files can be made, and take no byte
+for number in range(20):
+    writer.put(batch_of([ranking(number)]), 20_000, 1000)
+writer.start()
+while writer.waiting_bytes:
+    time.sleep(0.01)
+print(os.dup(0) - before, len([*directory.glob("date=*/*")]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+writer.put(batch_of([ranking(20)]), 20_000, 1000)
+print(writer.close(30))
+"""
+
+
+def test_a_full_disk_uses_up_no_descriptors(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "log")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = [line for line in ended.stdout.splitlines() if "served_not_written" not in line]
+    assert said == ["1 0", "True"], ended.stderr
+    assert [*by_name(tmp_path / "log")] == ["feed-20"]
 
 
 def test_a_disk_that_hangs_costs_rankings_beyond_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

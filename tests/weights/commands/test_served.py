@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -88,6 +90,38 @@ def test_a_file_that_is_no_part_is_named_and_the_others_are_done(log: Path) -> N
     assert code == 1
     for words in ("5 rankings removed", "foreign.parquet is no part of a log", "cut.parquet cannot be read as Parquet"):
         assert words in said
+
+
+def test_two_at_once_remove_one_after_the_other(log: Path) -> None:
+    command = [sys.executable, "-m", "weights", "served", "forget", str(log), "--user", "2"]
+    others, said = list[subprocess.Popen[str]](), list[str]()
+
+    def begin_another(done: int, parts: int) -> None:
+        if not others:
+            others.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            assert others[0].stdout is not None
+            said.append(others[0].stdout.readline())
+
+    assert forget_users(log, [1], begin_another).rankings == 5
+    said += others[0].communicate()[0].splitlines()
+    assert "is in use by a join or another `served forget`: this begins when that ends" in said[0]
+    assert "4 rankings removed" in said[1]
+    assert rankings_of(log) == []
+
+
+def test_what_a_killed_one_left_is_removed(log: Path) -> None:
+    left = log / DAY / "0.0123abcd.forget.parquet.open"
+    left.write_bytes(b"PAR1")
+    code, said = forget(log, "--user", "3")
+    assert (code, left.exists(), "are being written" in said) == (0, False, False)
+
+
+def test_a_damaged_part_is_named(log: Path) -> None:
+    data = bytearray((log / DAY / "0.parquet").read_bytes())
+    data[len(data) - 8 - int.from_bytes(data[-8:-4], "little")] ^= 0xFF  # the footer's first byte
+    (log / DAY / "0.parquet").write_bytes(data)
+    code, said = forget(log, "--user", "1")
+    assert (code, "0.parquet cannot be read as Parquet: " in said) == (1, True)
 
 
 def test_a_directory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

@@ -320,6 +320,76 @@ def test_foreign_cut_and_open_files_are_counted_and_named(served: Path) -> None:
     assert any("WARNING: 1 files are left out, they cannot be read: " in line for line in counts.lines())
 
 
+def end_of_column(path: Path, name: str) -> int:
+    """Where the last value of a column of a part lies in the file."""
+    group = pq.read_metadata(path).row_group(0)
+    chunks = {group.column(place).path_in_schema: group.column(place) for place in range(group.num_columns)}
+    chunk = next(chunk for path_in_schema, chunk in chunks.items() if path_in_schema.startswith(name))
+    return (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size - 1
+
+
+@pytest.mark.parametrize("place", ["request_id", "candidates.post_ids", "context_id", "history.actions", "footer"])
+def test_a_damaged_part_is_left_out_and_named(place: str, served: Path) -> None:
+    path = served / "date=2026-06-01/a.parquet"
+    data = bytearray(path.read_bytes())
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    data[footer if place == "footer" else end_of_column(path, place)] ^= 0xFF
+    path.write_bytes(data)
+    log, counts = joined(served, [event(7, 0, "favorite")])
+    assert (counts.parts, counts.rankings, counts.cut_parts) == (1, RANKINGS - 6, [str(path)])
+    assert taken(log, "favorite") == [701]
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_a_part_that_goes_while_it_is_joined_joins_nothing(change: str, served: Path) -> None:
+    path = served / "date=2026-06-01/a.parquet"
+    rows, events = [*read_part(path)], [event(1, 0, "favorite"), event(7, 0, "favorite")]
+
+    def disturb(what: str, done: int, total: int) -> None:
+        if what != "Writing impressions" or len([*read_part(path)] if path.exists() else []) < 6:
+            return
+        path.unlink()
+        if change == "replaced":
+            write_part(served, "new", rows[1:]).rename(path)
+
+    left = [row.request_id for row in rows[1:]] if change == "replaced" else []
+    source, out = write_events(served.with_name("events.parquet"), events), served.with_name("log")
+    counts = join(served, source, out, JoinSettings(until_ts=UNTIL), disturb)
+    log = read_log(out)
+    assert counts.joined_rankings == 6 + len(left)
+    assert taken(log, "favorite") == ([101] if left else []) + [701]
+
+
+def test_users_are_forgotten_before_a_join_or_after_it(served: Path) -> None:
+    command = [sys.executable, "-m", "weights", "served", "forget", str(served), "--user", "1001"]
+    others, said = list[subprocess.Popen[str]](), list[str]()
+
+    def forget(what: str, done: int, total: int) -> None:
+        if done and not others:
+            others.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            assert others[0].stdout is not None
+            said.append(others[0].stdout.readline())
+
+    source = write_events(served.with_name("events.parquet"), [event(1, 0, "favorite")])
+    join(served, source, served.with_name("log"), JoinSettings(until_ts=UNTIL), forget)
+    assert "is in use by a join" in said[0]
+    assert "2 rankings removed" in others[0].communicate()[0]
+    assert taken(read_log(served.with_name("log")), "favorite") == [101]
+
+
+@pytest.mark.parametrize("kilobytes", [0, 16, 128, 300])
+def test_a_full_disk_is_one_sentence_and_blames_no_part(kilobytes: int, served: Path) -> None:
+    write_part(served, "more", [ranking(number, T0 + number, candidates=500) for number in range(20, 60)])
+    source = write_events(served.with_name("events.parquet"), [event(1, 0, "favorite")])
+    program = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$0" "$@"', sys.executable, "-m", "weights"]
+    command = [*program, "join", served, "--events", source, "--out", served.with_name("log"), "--until", str(UNTIL)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = [line for line in ended.stderr.splitlines() if not line.startswith(("Reading", "Joining", "Writing"))]
+    assert (ended.returncode, len(said)) == (1, 1), ended.stderr
+    assert f"the join cannot write to {served.parent}: make room there" in said[0]
+    assert sorted(path.name for path in served.parent.iterdir()) == ["events.parquet", "served"]
+
+
 def test_two_models_join_if_their_actions_are_the_same(served: Path) -> None:
     write_part(served, "next", [ranking(50, model_version="2", model_digest="cd" * 32)])
     _, counts = joined(served, [event(1, 0, "favorite")])

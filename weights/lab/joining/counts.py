@@ -19,6 +19,7 @@ class JoinCounts:
     open_parts: int = 0
     foreign_files: list[str] = field(default_factory=list)
     cut_parts: list[str] = field(default_factory=list)
+    gone_parts: int = 0
     models: dict[str, int] = field(default_factory=dict)
     rankings: int = 0
     joined_rankings: int = 0
@@ -97,6 +98,8 @@ class JoinCounts:
             lines.append("models: " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.models.items())))
         if self.open_parts:
             lines.append(f"{self.open_parts:,} parts are still being written")
+        if self.gone_parts:
+            lines.append(f"{self.gone_parts:,} parts were removed before they were read")
         for files, reason in (
             (self.foreign_files, "they are no parts of the log"),
             (self.cut_parts, "they cannot be read"),

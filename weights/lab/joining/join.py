@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
@@ -15,8 +16,9 @@ import duckdb
 from model.inputs import CLOCK_SKEW_SECONDS
 from weights.format.writer import written_beside
 from weights.lab.joining.counts import JoinCounts
-from weights.lab.joining.reading import Progress, number_of, read_events, read_parts
+from weights.lab.joining.reading import LostPart, Progress, number_of, read_events, read_parts
 from weights.lab.joining.writing import write_contexts, write_impressions
+from weights.served import hold
 from weights.tables import LogError
 from weights.text_ids import IdKind
 
@@ -25,6 +27,8 @@ SHOWN = "shown"
 DWELL = ("dwell_time", "dwell_seconds", "dwell")
 """The actions of events whose `value` is how long a user looked at a post, in seconds."""
 COUNTS_NAME = "join.json"
+WAITING = "Waiting for `served forget`"
+OF_THE_DISK = (duckdb.IOException, duckdb.TransactionException, duckdb.FatalException, duckdb.OutOfMemoryException)
 NEVER = -(2**62)
 """A time before all others, in Unix seconds."""
 DELAYS = """
@@ -170,13 +174,40 @@ def join(
     """
     if out.exists() or out.is_symlink():
         raise LogError(f"{out} is there already: choose another place")
-    counts = JoinCounts()
-    with written_beside(out) as partial:
-        work = partial / "work"
-        work.mkdir()
-        with _enough(settings.memory), _database(work, settings) as database:
+    if not served.is_dir():
+        raise LogError(f"{served} is not a directory: it must be a log of what was served")
+    with written_beside(out) as partial, hold(served, lambda: progress(WAITING, 0, 1), alone=False):
+        try:
+            return _join_into(partial, served, events, settings, progress, is_thorough=False)
+        except LostPart:  # the parts that are left are joined
+            for directory in partial.iterdir():
+                shutil.rmtree(directory)
+            return _join_into(partial, served, events, settings, progress, is_thorough=True)
+
+
+def _join_into(
+    partial: Path,
+    served: Path,
+    events: Path | str,
+    settings: JoinSettings,
+    progress: Progress,
+    *,
+    is_thorough: bool,
+) -> JoinCounts:
+    """Fill a directory as `join` says. Raises LogError, and LostPart where it may be done again."""
+    counts, work = JoinCounts(), partial / "work"
+    work.mkdir()
+    with _enough(settings.memory, partial.parent):
+        with _database(work, settings) as database:
             parts, names = read_parts(
-                database, served, settings.model, settings.actions, settings.first_ts, counts, progress
+                database,
+                served,
+                settings.model,
+                settings.actions,
+                settings.first_ts,
+                counts,
+                progress,
+                is_thorough=is_thorough,
             )
             read_events(database, events, settings.ids, settings.since_ts, counts, progress)
             _join(database, names, settings, counts, progress)
@@ -207,16 +238,19 @@ def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
 
 
 @contextmanager
-def _enough(memory: str) -> Iterator[None]:
-    """Turn a lack of memory or of space on the disk into a LogError."""
+def _enough(memory: str, place: Path) -> Iterator[None]:
+    """Turn a lack of memory, or of space on the disk of this place, into a LogError."""
     try:
         yield
-    except duckdb.OutOfMemoryException as error:
-        raise LogError(f"--memory {memory} is too little for the join: give more") from error
-    except duckdb.IOException as error:
-        raise LogError(
-            f"the join cannot write what does not fit into --memory {memory}: {str(error).splitlines()[0]}"
-        ) from error
+    except (duckdb.Error, OSError) as error:
+        text = str(error).partition("\n")[0]
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        if isinstance(error, duckdb.OutOfMemoryException) and "max_temp_directory_size" not in str(error):
+            raise LogError(f"--memory {memory} is too little for the join: give more") from error
+        if isinstance(error, (OSError, *OF_THE_DISK)):
+            raise LogError(f"the join cannot write to {place}: make room there ({text})") from error
+        raise
 
 
 def _join(

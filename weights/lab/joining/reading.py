@@ -7,7 +7,8 @@ one for each event.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from model.inputs import CLOCK_SKEW_SECONDS
 from weights.lab.joining.counts import JoinCounts
 from weights.lab.training.log import date_of
-from weights.served import OPEN_SUFFIX, PARTS, check_format
+from weights.served import OPEN_SUFFIX, PARTS, DamagedPart, open_part
 from weights.table_files import Table, open_table, place_of, tables_of
 from weights.tables import LogError, Place, column_of
 from weights.text_ids import IdKind, is_text_id, text_ids
@@ -38,6 +39,12 @@ EVENT_COLUMNS = {
 REQUIRED = ("request_id", "post_id", "action", "event_ts")
 PIECE_ROWS = 200_000
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+PIECE_RANKINGS = 2048
+COLUMNS = (
+    "request_id", "served_us", "impression_ts", "user_id", "context_id", "history.post_ids", "returned", "model_digest",
+    "candidates", "scores", "created_at", "ranks", "propensities",
+)  # fmt: skip
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,10 +63,10 @@ CREATE TABLE events (
 """
 READ_RANKINGS = """
 INSERT INTO rankings
-SELECT $first + file_row_number, $part, request_id, served_us, served_us // 1000000,
+SELECT $first + row_number, $part, request_id, served_us, served_us // 1000000,
     CASE WHEN impression_ts > 0 THEN impression_ts ELSE served_us // 1000000 END,
     user_id, context_id, history IS NOT NULL, returned, model_digest
-FROM read_parquet($path, file_row_number = true)
+FROM piece
 """
 READ_CANDIDATES = """
 INSERT INTO candidates
@@ -67,14 +74,44 @@ SELECT ranking, place, post_id, author_id, product_surface, CASE WHEN age_bucket
     propensity, all_codes[place * levels + 1 : (place + 1) * levels],
     row_number() OVER (PARTITION BY ranking, post_id ORDER BY place) = 1
 FROM (
-    SELECT $first + file_row_number AS ranking, unnest(range(len(scores))) AS place,
+    SELECT $first + row_number AS ranking, unnest(range(len(scores))) AS place,
         unnest(candidates.post_ids) AS post_id, unnest(candidates.author_ids) AS author_id,
         unnest(candidates.surfaces) AS product_surface, unnest(candidates.age_buckets) AS age_bucket,
         unnest(created_at) AS created_at, unnest(ranks) AS position, unnest(propensities) AS propensity,
         {codes} AS all_codes, len({codes}) // greatest(len(scores), 1) AS levels
-    FROM read_parquet($path, file_row_number = true)
+    FROM piece
 )
 """
+
+
+class LostPart(LogError):
+    """A part that was whole when it was read, and now is removed, changed or damaged. The message names the file."""
+
+
+class ReadPart:
+    """A part that was read. It can be read again as long as it is the same."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp = _stamp_of(path)
+
+    @contextmanager
+    def again(self) -> Iterator[pq.ParquetFile]:
+        """Open it. Raises LostPart, at the end of the block at the latest."""
+        try:
+            with open_part(self.path) as part:
+                yield part
+            is_same = _stamp_of(self.path) == self._stamp
+        except (DamagedPart, FileNotFoundError):
+            is_same = False
+        if not is_same:
+            raise LostPart(f"{self.path} was removed, changed or damaged while it was joined: join again")
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    """What tells a file from another one that took its place."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def read_parts(
@@ -85,17 +122,18 @@ def read_parts(
     first_ts: int | None,
     counts: JoinCounts,
     progress: Progress,
-) -> tuple[list[Path], tuple[str, ...]]:
+    *,
+    is_thorough: bool = False,
+) -> tuple[list[ReadPart], tuple[str, ...]]:
     """Read every closed part of a log of what was served. Return the parts that were read and the names of the model's actions.
 
-    `first_ts`: parts of days that ended before this, Unix seconds, are not read; None: all are.
+    `first_ts`: parts of days that ended before this, Unix seconds, are not read; None: all are. `is_thorough`: also look at the columns
+    that only `write_contexts` needs, so that a part where one of them is damaged is left out.
 
     `model`: the version or the beginning of the digest of the model whose rankings are read; if empty, all, which must have the same
     actions. `actions`: if there are any, only rankings of models with just these are read. Files that are no parts, and parts
-    that were cut short, are left out and counted. Raises LogError.
+    that were cut short or are damaged, are left out and counted. Raises LogError.
     """
-    if not directory.is_dir():
-        raise LogError(f"{directory} is not a directory: it must be a log of what was served")
     database.execute(TABLES)
     paths = sorted(directory.glob(PARTS))
     others = (path for path in directory.rglob("*") if path.is_file() and path not in set(paths))
@@ -107,51 +145,49 @@ def read_parts(
     if first_ts is not None:
         first_day = f"date={date_of(first_ts)}"
         paths = [path for path in paths if path.parent.name >= first_day]
-    read, names, named_by = list[Path](), None, Path()
+    read, names, named_by = list[ReadPart](), None, Path()
     for done, path in enumerate(paths):
         progress("Reading what was served", done, len(paths))
         try:
-            with pq.ParquetFile(path) as part:
-                check_format(path, part.schema_arrow)
-                columns = ["action_names", "model_name", "model_version", "model_digest"]
-                first = next(part.iter_batches(1, columns=columns), None)
-                rows = part.metadata.num_rows
-                has_codes = part.schema_arrow.field("candidates").type.get_field_index("codes") >= 0
-        except pa.ArrowException:
+            whole = ReadPart(path)
+            with open_part(path) as part:
+                one = _first_row(part)
+                if one is None:
+                    continue
+                of_part, rows = tuple(one["action_names"]), part.metadata.num_rows
+                label = f"{one['model_name']} {one['model_version']}"
+                is_asked_for = not model or model == one["model_version"] or one["model_digest"].startswith(model)
+                is_read = is_asked_for and (not actions or actions == of_part)
+                if is_read and names not in (None, of_part):
+                    raise LogError(
+                        f"{path}, row 1: the actions of {label} are not those of the model in {named_by}: choose one with --model"
+                    )
+                if is_read:
+                    _insert(database, path, part, len(read), counts.rankings, None if is_thorough else COLUMNS)
+        except LogError:
+            raise
+        except DamagedPart:
             counts.cut_parts.append(str(path))
             continue
+        except FileNotFoundError:
+            counts.gone_parts += 1
+            continue
+        except OSError as error:
+            raise LogError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             if "of another format" in str(error):
                 raise LogError(str(error)) from error
             counts.foreign_files.append(str(path))
             continue
-        if first is None or not len(first):
-            continue
-        one: dict[str, Any] = first.to_pylist()[0]
-        label = f"{one['model_name']} {one['model_version']}"
         counts.parts += 1
         counts.rankings += rows
         counts.models[label] = counts.models.get(label, 0) + rows
-        is_asked_for = not model or model == one["model_version"] or one["model_digest"].startswith(model)
-        if not is_asked_for or (actions and actions != tuple(one["action_names"])):
+        if not is_read:
             counts.other_model_rankings += rows
             continue
         if names is None:
-            names, named_by = tuple(one["action_names"]), path
-        elif names != tuple(one["action_names"]):
-            raise LogError(
-                f"{path}, row 1: the actions of {label} are not those of the model in {named_by}: choose one with --model"
-            )
-        try:
-            values = {"path": str(path), "first": counts.rankings - rows}
-            database.execute(READ_RANKINGS, values | {"part": len(read)})
-            codes = "candidates.codes" if has_codes else "CAST([] AS BIGINT[])"
-            database.execute(READ_CANDIDATES.format(codes=codes), values)
-        except duckdb.OutOfMemoryException:
-            raise
-        except duckdb.Error as error:
-            raise LogError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-        read.append(path)
+            names, named_by = of_part, path
+        read.append(whole)
     if names is None:
         model_asked_for = f"model {model}" if model else "a model with the actions of the one that serves"
         which = f" of {model_asked_for}" if counts.rankings else ""
@@ -159,6 +195,46 @@ def read_parts(
             f"{directory} holds no rankings{which}: its parts are files {PARTS.replace('*/*', 'YYYY-MM-DD/NAME')}"
         )
     return read, names
+
+
+def _first_row(part: pq.ParquetFile) -> dict[str, Any] | None:
+    """What the first row says of the model of all rows; None if there is no row."""
+    columns = ["action_names", "model_name", "model_version", "model_digest"]
+    first = next(part.iter_batches(1, columns=columns), None)
+    return None if first is None or not len(first) else first.to_pylist()[0]
+
+
+def _insert(
+    database: duckdb.DuckDBPyConnection,
+    path: Path,
+    part: pq.ParquetFile,
+    number: int,
+    first: int,
+    columns: Sequence[str] | None,
+) -> None:
+    """Insert a whole part or nothing of it. `number`: of the part. `first`: of its first ranking. Raises DamagedPart."""
+    has_codes = part.schema_arrow.field("candidates").type.get_field_index("codes") >= 0
+    read_candidates = READ_CANDIDATES.format(codes="candidates.codes" if has_codes else "CAST([] AS BIGINT[])")
+    done = 0
+    database.begin()
+    try:
+        for batch in part.iter_batches(PIECE_RANKINGS, columns=columns):
+            piece = pa.table(batch).append_column("row_number", pa.array(range(len(batch)), pa.int64()))
+            database.register("piece", piece)
+            database.execute(READ_RANKINGS, {"part": number, "first": first + done})
+            database.execute(read_candidates, {"first": first + done})
+            done += len(batch)
+        database.commit()
+    except (duckdb.DataError, duckdb.InvalidInputException) as error:  # a value that is none
+        database.rollback()
+        raise DamagedPart(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    except duckdb.Error:  # the disk or the memory; there may be no transaction any more
+        raise
+    except BaseException:
+        database.rollback()
+        raise
+    finally:
+        database.unregister("piece")
 
 
 def read_events(

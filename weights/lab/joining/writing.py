@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.lab.joining.reading import Progress, number_of
+from weights.lab.joining.reading import Progress, ReadPart, number_of
 from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS, LISTS
 from weights.lab.training.log import ACTION_PREFIX, CODES, HASHES, IDS_KEY
 from weights.text_ids import IdKind, text_ids
@@ -146,13 +146,13 @@ def _numbers(texts: pa.StringArray, label: str = "") -> NDArray[np.uint64]:
 def write_contexts(
     database: duckdb.DuckDBPyConnection,
     out: Path,
-    parts: Sequence[Path],
+    parts: Sequence[ReadPart],
     names: Sequence[str],
     label: str,
     progress: Progress,
 ) -> int:
-    """Write the context of each ranking of the table `shown`, once. `parts`: the files by their numbers. `label`: as `JoinSettings` has
-    it. Return how many."""
+    """Write the context of each ranking of the table `shown`, once. `parts`: by their numbers. `label`: as `JoinSettings` has it. Return
+    how many. Raises LostPart."""
     has_codes = code_levels(database) > 0
     with Parts(out / CONTEXTS, PART_ROWS // 10) as written:
         for done, (part, places) in enumerate(_places(database)):
@@ -178,11 +178,11 @@ def _places(database: duckdb.DuckDBPyConnection) -> Iterator[tuple[int, NDArray[
 
 
 def _contexts(
-    path: Path, places: NDArray[np.int64], names: Sequence[str], has_codes: bool, label: str
+    read: ReadPart, places: NDArray[np.int64], names: Sequence[str], has_codes: bool, label: str
 ) -> Iterator[pa.Table]:
     """The contexts in these rows of a part, in pieces."""
     before = 0
-    with pq.ParquetFile(path) as part:
+    with read.again() as part:
         for batch in part.iter_batches(CONTEXT_ROWS, columns=["context_id", "history"]):
             first, last = np.searchsorted(places, (before, before + len(batch)))
             if last > first:
