@@ -30,6 +30,7 @@ from tests.weights.lab.training.small_run import small_config  # noqa: E402
 from weights.lab.joining.counts import JoinCounts  # noqa: E402
 from weights.lab.joining.join import JoinSettings, NothingJoins, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
+from weights.lab.training.facts import facts  # noqa: E402
 from weights.lab.training.log import Log, read_log  # noqa: E402
 from weights.served import read_part  # noqa: E402
 from weights.tables import LogError  # noqa: E402
@@ -426,6 +427,28 @@ def test_content_codes_reach_training_as_they_were_read(tmp_path: Path) -> None:
     assert mapped.contexts is not None
     assert log.contexts is not None
     assert np.array_equal(mapped.contexts.codes, log.contexts.codes)
+
+
+def test_unknown_authors_and_no_posts_join_as_served(tmp_path: Path) -> None:
+    """An author of 0 is unknown, and a post of 0 is none: the service accepts both, as candidates and in histories."""
+    row = ranking(1)
+    row.candidates.author_ids[0], row.candidates.post_ids[2] = 0, 0
+    row.context.author_ids[0], row.context.post_ids[1] = 0, 0
+    only_padding = ranking(2)
+    only_padding.candidates.post_ids[:] = 0
+    write_part(tmp_path / "served", "a", [row, only_padding])
+    log, counts = joined(tmp_path / "served", [event(1, 0, "favorite"), event(1, 2, "favorite", post_id=0)])
+    assert log.post_id.tolist() == [101, 102, 104]
+    assert (log.author_id == 0).tolist() == [True, False, False]
+    assert (counts.candidates_without_post, counts.rankings_never_shown) == (5, 1)
+    assert "5 posts were 0, which is no post: left out" in counts.lines()
+    assert (counts.joined_events, counts.events_without_candidate) == (1, 1)
+    assert log.contexts is not None
+    assert np.array_equal(log.contexts.author_ids, row.context.author_ids)
+    assert np.array_equal(log.contexts.post_ids, row.context.post_ids)
+    mapped = read_log(tmp_path / "log", cache=tmp_path / "cache")
+    assert np.array_equal(mapped.author_id, log.author_id)
+    assert "  1 impressions of an unknown author (author 0)" in facts(log, 10)
 
 
 def test_a_night_holds_what_was_served_after_the_one_before(served: Path) -> None:

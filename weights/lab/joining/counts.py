@@ -42,6 +42,7 @@ class JoinCounts:
     events_of_candidates_seen_late: int = 0
     candidates_seen_late: int = 0
     rankings_seen_late: int = 0
+    candidates_without_post: int = 0
     impressions: int = 0
     contexts: int = 0
     observed: list[str] = field(default_factory=list)
@@ -93,6 +94,8 @@ class JoinCounts:
             lines.append(
                 f"{self.candidates_seen_late:,} posts were seen so late that their window is not over: left out"
             )
+        if self.candidates_without_post:
+            lines.append(f"{self.candidates_without_post:,} posts were 0, which is no post: left out")
         if len(self.models) > 1:
             lines.append("models: " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.models.items())))
         if self.open_parts:

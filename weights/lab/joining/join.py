@@ -52,6 +52,7 @@ FROM (
         earlier AS (PARTITION BY part, context_id ORDER BY ranking ROWS UNBOUNDED PRECEDING)
 )
 """
+WITHOUT_POST = "SELECT count(*) FROM candidates JOIN states USING (ranking) WHERE post_id = 0 AND state = 'joined'"
 BY_NAME = """
 CREATE TABLE by_name AS
 SELECT request_id, any_value(ranking) AS ranking, any_value(served_ts) AS served_ts, max(state) AS state
@@ -163,7 +164,7 @@ def join(
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
 
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
-    its own window is not over is left out.
+    its own window is not over is left out, and so is a post of 0, which is none.
 
     Raises LogError, in one sentence that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at
     `out`.
@@ -235,6 +236,9 @@ def _join(
     for done, (statement, values) in enumerate(steps):
         progress("Joining", done, len(steps))
         database.execute(statement, values)
+        if statement is STATES:
+            counts.candidates_without_post = number_of(database, WITHOUT_POST)
+            database.execute("DELETE FROM candidates WHERE post_id = 0")
         if statement is SEEN:
             _make_shown(database, settings.window_seconds, counts)
     counts.observed = _observed(database, names, settings)
