@@ -27,8 +27,8 @@ from model.synthetic import random_ranker  # noqa: E402
 from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.joining_rows import ACTIONS, DAY, T0, event, ranking, write_events, write_part  # noqa: E402
 from tests.weights.lab.training.small_run import small_config  # noqa: E402
-from weights.lab.joining.counts import JoinCounts  # noqa: E402
-from weights.lab.joining.join import JoinSettings, NothingJoins, join  # noqa: E402
+from weights.lab.joining.counts import JoinCounts, NothingJoins  # noqa: E402
+from weights.lab.joining.join import JoinSettings, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
 from weights.lab.training.facts import facts  # noqa: E402
 from weights.lab.training.log import Log, read_log  # noqa: E402

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weights.tables import LogError
+
 
 @dataclass(slots=True)
 class JoinCounts:
@@ -108,6 +110,14 @@ class JoinCounts:
                 more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
                 lines.append(f"WARNING: {len(files):,} files are left out, {reason}: {', '.join(files[:3])}{more}")
         return lines
+
+
+class NothingJoins(LogError):
+    """No ranking joins. `counts` says why."""
+
+    def __init__(self, text: str, counts: JoinCounts) -> None:
+        super().__init__(text)
+        self.counts = counts
 
 
 def _told(reasons: dict[str, int]) -> list[str]:

@@ -14,7 +14,7 @@ import duckdb
 
 from model.inputs import CLOCK_SKEW_SECONDS
 from weights.format.writer import written_beside
-from weights.lab.joining.counts import JoinCounts
+from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.joining.reading import Progress, number_of, read_events, read_parts
 from weights.lab.joining.writing import write_contexts, write_impressions
 from weights.tables import LogError
@@ -143,14 +143,6 @@ class JoinSettings:
     def first_ts(self) -> int | None:
         """Rankings from here on are read: those of a window before `since_ts` have events among those that are read. None: all."""
         return None if self.since_ts is None else self.since_ts - self.window_seconds
-
-
-class NothingJoins(LogError):
-    """No ranking joins. `counts` says why."""
-
-    def __init__(self, text: str, counts: JoinCounts) -> None:
-        super().__init__(text)
-        self.counts = counts
 
 
 def join(

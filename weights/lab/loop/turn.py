@@ -26,8 +26,8 @@ from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, write_whole
 from weights.lab.agreement import score_weights
 from weights.lab.evaluate.predict import predict
-from weights.lab.joining.counts import JoinCounts
-from weights.lab.joining.join import COUNTS_NAME, JoinSettings, NothingJoins, join
+from weights.lab.joining.counts import JoinCounts, NothingJoins
+from weights.lab.joining.join import COUNTS_NAME, JoinSettings, join
 from weights.lab.loop.gate import (
     ABOUT_THE_NIGHT,
     ENOUGH,

@@ -313,6 +313,15 @@ def test_events_that_ended_are_named(loop: Loop) -> None:
     assert loop.refresh()[0] == 0, "when they have come, the night is taken"
 
 
+def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
+    loop.night(0)
+    for day in (1, 2):
+        loop.nights.act(loop.root, day)
+    assert loop.refresh()[0] == 0
+    code, said = loop.refresh()
+    assert (code, "Nothing new" in said) == (0, True), said
+
+
 def test_what_cannot_be_used_is_refused_in_a_sentence(loop: Loop, tmp_path: Path) -> None:
     loop.night(0)
     checks = {
