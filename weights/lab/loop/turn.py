@@ -66,7 +66,7 @@ from weights.lab.training.examples import Examples
 from weights.lab.training.log import IN_MEMORY_ROWS, Log, aligned, read_log
 from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
-from weights.lab.training.trainer import Status
+from weights.lab.training.trainer import Status, TrainingError
 from weights.tables import LogError
 
 CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
@@ -125,7 +125,8 @@ def refresh(
 ) -> Result:
     """Take a turn, or finish the one that was interrupted. A second run at the same time raises BlockingIOError, a sentence.
 
-    Raises LogError, CheckpointError, ValueError, OSError; the link then names what it named before.
+    Raises LogError, TrainingError, CheckpointError, ValueError, OSError; the link then names what it named before. After the first two
+    the next turn joins the night anew.
     """
     _check_link(places.link)
     with alone_in(places.root):
@@ -136,9 +137,13 @@ def refresh(
             return _result(places.root, finished)
         state = with_present_version(places.link, state)
         turn = _Turn(places, settings, state, load_checkpoint(places.link), say, progress)
-        outcome = turn.take()
+        try:
+            outcome = turn.take()
+        except (LogError, TrainingError):
+            turn.forget()  # the next turn joins again: with what has come since, or from events that were mended
+            raise
         if isinstance(outcome, str):
-            shutil.rmtree(turn.directory, ignore_errors=True)
+            turn.forget()
             return Result("nothing new", outcome)
         write_json(turn.directory / OUTCOME_NAME, outcome)
         say("Decided.")
@@ -266,12 +271,16 @@ class _Turn:
         )  # fmt: skip
         path = self.directory / TURN_NAME
         if not path.exists() or path.read_text() != task:
-            for left in (self.directory, self.log, self.checkpoint):
-                shutil.rmtree(left, ignore_errors=True)
+            self.forget()
             self.directory.mkdir(parents=True)
             write_whole(path, lambda new: new.write_text(task))
         for folder in (self.log.parent, self.checkpoint.parent, self.directory / WORK):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def forget(self) -> None:
+        """Remove what the turn has made."""
+        for made in (self.directory, self.log, self.checkpoint):
+            shutil.rmtree(made, ignore_errors=True)
 
     def _joined(self) -> JoinCounts:
         """The counts of the night's join, which may be one of an interrupted turn. Raises NothingJoins."""
@@ -317,13 +326,7 @@ class _Turn:
         rows = counts.impressions + sum(night.impressions for night in self.state.nights if night.name in names)
         cache = self.directory / WORK / "sorted" if rows > IN_MEMORY_ROWS else None
         manifest = self.serving.manifest
-        try:
-            log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
-        except LogError:
-            shutil.rmtree(
-                self.log, ignore_errors=True
-            )  # the next turn joins again, perhaps from events that were mended
-            raise
+        log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
         return aligned(log, manifest.action_names)
 
     def _held_out(self, examples: Examples, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:

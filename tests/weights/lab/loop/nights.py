@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec import structs
 
 from model.inputs import Candidates
 from tests.support.parts import write_rows
@@ -44,9 +45,12 @@ class Nights:
     examples: Examples
     checkpoint: Path
 
-    def serve(self, root: Path, day: int, *, is_empty: bool = False) -> None:
-        """Write what was served on a day as a part. `is_empty`: every history was left out by mistake."""
+    def serve(self, root: Path, day: int, *, is_empty: bool = False, is_planned: bool = False) -> None:
+        """Write what was served on a day as a part. `is_empty`: every history was left out by mistake; `is_planned`: all rankings are for
+        the end of the day."""
         rows = [self._ranking(index, is_empty) for index in self._requests(day)]
+        if is_planned:
+            rows = [structs.replace(row, impression_ts=self._start(day + 1)) for row in rows]
         folder = root / "served" / f"date={date_of(self._start(day))}"
         folder.mkdir(parents=True)
         write_rows(folder / "part.parquet", rows)

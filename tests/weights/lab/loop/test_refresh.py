@@ -313,6 +313,17 @@ def test_events_that_ended_are_named(loop: Loop) -> None:
     assert loop.refresh()[0] == 0, "when they have come, the night is taken"
 
 
+def test_a_night_that_training_refuses_is_joined_anew(loop: Loop) -> None:
+    """All of its posts are for one time, so no history comes before another."""
+    loop.night(0, {"is_planned": True})
+    code, said = loop.refresh()
+    assert (code, said.splitlines()[-1].count("holds only one time")) == (1, 1), said
+    loop.night(1)
+    code, said = loop.refresh()
+    assert (code in (0, 3), "Joining." in said) == (True, True), said
+    assert loop.figures(1)["join"]["joined_rankings"] > 200, "both nights"
+
+
 def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
     loop.night(0)
     for day in (1, 2):
