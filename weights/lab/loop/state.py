@@ -29,13 +29,14 @@ T = TypeVar("T", bound=Struct)
 
 
 class NightRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """A night that passed its checks: the turn's name, its impressions, actions per impression, and how far the AUC within users of one of
-    the models was from 0.5."""
+    """A night that passed its checks: the turn's name, its impressions, actions per impression, how far the AUC within users of one of
+    the models was from 0.5, and the names of the actions of the model that served."""
 
     name: str
     impressions: int
     activity: float
     order: float
+    actions: tuple[str, ...] = ()
 
 
 class Version(Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,10 +69,10 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
     versions: tuple[Version, ...] = ()
     pending: str = ""
 
-    @property
-    def usual(self) -> Usual:
-        """What the nights that passed were like."""
-        return Usual([night.activity for night in self.nights], [night.order for night in self.nights])
+    def usual(self, actions: tuple[str, ...]) -> Usual:
+        """What the nights that passed and were served by models with these actions were like."""
+        nights = [night for night in self.nights if night.actions == actions]
+        return Usual([night.activity for night in nights], [night.order for night in nights])
 
     def after(self, outcome: Outcome, keep: int) -> State:
         """The state after a turn. `keep`: how many versions are remembered."""

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from model.inputs import codes_fitting
 from model.ranker import Ranker
 from weights.actions import dwell_output
 from weights.checkpoint import Checkpoint, load_checkpoint, load_manifest, save_checkpoint
@@ -41,7 +42,7 @@ from weights.lab.loop.gate import (
 )
 from weights.lab.loop.judge import Judgement, judge
 from weights.lab.loop.night import Night, facts_of, requests_of, without_log
-from weights.lab.loop.report import write_turn
+from weights.lab.loop.report import left_out_line, write_turn
 from weights.lab.loop.state import (
     CHECKPOINTS,
     LOGS,
@@ -63,11 +64,12 @@ from weights.lab.training.choices import plan
 from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS
 from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
 from weights.lab.training.examples import Examples
-from weights.lab.training.log import IN_MEMORY_ROWS, Log, aligned, read_log
+from weights.lab.training.log import IN_MEMORY_ROWS, Log, read_log
 from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
 from weights.lab.training.trainer import Status, TrainingError
 from weights.tables import LogError
+from weights.values import problem_of_codes
 
 CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
 """What differs from training from scratch: the serving checkpoint already knows most of it."""
@@ -226,6 +228,11 @@ class _Turn:
             label=f"night {self.name}",
         )
         self.weights: NDArray[np.float32] = score_weights(serving.manifest)
+        actions = serving.manifest.action_names
+        self.usual = state.usual(actions)
+        earlier = state.nights[max(len(state.nights) - settings.nights + 1, 0) :]
+        self.nights = [night for night in earlier if night.actions == actions]
+        self.left_out_nights = [night.name for night in earlier if night.actions != actions]
         self.through_ts = state.through_ts
 
     def take(self) -> Outcome | str:
@@ -236,13 +243,15 @@ class _Turn:
         except NothingJoins as error:
             return self._without_log(error.counts)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
+        if self.left_out_nights:
+            self.say(f"  {left_out_line(self.left_out_nights)}")
         log = self._read(counts)
         examples = Examples(log, self.serving.manifest.config)
         requests = requests_of(examples, self.log)
         held_out, until_ts = self._held_out(examples, requests)
         of_serving = self._predicted(self.serving.ranker, self.serving.manifest, examples, held_out)
         night = facts_of(counts, examples, requests, self.weights, of_serving.mean(0))
-        checks = check_night(night, self.state.usual, self.settings.bounds)
+        checks = check_night(night, self.usual, self.settings.bounds)
         judged = None
         if all(check.passed for check in checks):
             self.say("Training.")
@@ -251,7 +260,7 @@ class _Turn:
             of_new = self._predicted(new.ranker, new.manifest, examples, held_out)
             judged = judge(examples, held_out, (of_serving, of_new), self.weights, until_ts)
             checks += [
-                check_labels(judged, self.state.usual, self.settings.bounds),
+                check_labels(judged, self.usual, self.settings.bounds),
                 *check_model(judged, self.settings.bounds),
             ]
         return self._decided(counts, night, checks, judged)
@@ -306,16 +315,13 @@ class _Turn:
             return self._decided(counts, without_log(counts), [ended], None)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
         night = without_log(counts)
-        checks = check_night(night, self.state.usual, self.settings.bounds)
+        checks = check_night(night, self.usual, self.settings.bounds)
         return self._decided(counts, night, checks, None)
 
     def _read(self, counts: JoinCounts) -> Log:
-        """The last nights as one log: a directory of links to their files."""
-        names = (
-            [night.name for night in self.state.nights[-(self.settings.nights - 1) :]]
-            if self.settings.nights > 1
-            else []
-        )
+        """The last nights as one log: a directory of links to their files. Codes that the serving model does not have count as none, as
+        they do when it ranks."""
+        names = [night.name for night in self.nights]
         both = self.directory / WORK / "log"
         shutil.rmtree(both, ignore_errors=True)
         for kind in (IMPRESSIONS, CONTEXTS):
@@ -323,11 +329,14 @@ class _Turn:
             for name in (*names, self.name):
                 for part in sorted((self.places.root / LOGS / name / kind).glob("*.parquet")):
                     (both / kind / f"{name}-{part.name}").symlink_to(part.absolute())
-        rows = counts.impressions + sum(night.impressions for night in self.state.nights if night.name in names)
+        rows = counts.impressions + sum(night.impressions for night in self.nights)
         cache = self.directory / WORK / "sorted" if rows > IN_MEMORY_ROWS else None
         manifest = self.serving.manifest
         log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
-        return aligned(log, manifest.action_names)
+        config = manifest.config
+        if problem_of_codes(log.codes, config.code_levels, config.code_values):
+            log = replace(log, codes=codes_fitting(log.codes, len(log), config))
+        return log
 
     def _held_out(self, examples: Examples, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """The night's newest requests, at most JUDGED_REQUESTS of them, and the time of the first, Unix seconds."""
@@ -396,7 +405,8 @@ class _Turn:
         record, publish = None, None
         if judged and not {*failed} & {*ABOUT_THE_NIGHT}:
             distance = max(distance_from_chance(figure.value) for figure in judged.order)
-            record = NightRecord(self.name, counts.impressions, night.activity, distance)
+            actions = self.serving.manifest.action_names
+            record = NightRecord(self.name, counts.impressions, night.activity, distance, actions)
         if not failed:
             parent = self.places.link.parent.resolve()
             version = load_manifest(self.checkpoint).version
@@ -411,5 +421,5 @@ class _Turn:
         for check in checks:
             self.say(f"  {check.name:<9} {'passed' if check.passed else 'FAILED'}: {check.sentence}")
         outcome = Outcome(self.number, failed, through_ts, sentence, record, publish)
-        write_turn(self.directory, outcome, counts, night, checks, judged, serving)
+        write_turn(self.directory, outcome, counts, night, checks, judged, serving, self.left_out_nights)
         return outcome

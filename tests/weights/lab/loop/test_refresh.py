@@ -7,24 +7,27 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 pytest.importorskip("duckdb")
 pytest.importorskip("sklearn")
 
+from model.synthetic import random_ranker
 from tests.weights.call import run
 from tests.weights.lab.joining_rows import T0, ranking, write_part
 from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
-from weights.checkpoint import load_checkpoint
+from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.fetch import point
 from weights.lab.loop.turn import CONTINUED
 from weights.lab.training.log import read_log
+from weights.served import ServedRanking
 
 STEPS = ("Joining.", "Training.", "Judging.", "Decided.")
 """The lines that refresh prints at its steps."""
@@ -322,6 +325,62 @@ def test_a_night_that_training_refuses_is_joined_anew(loop: Loop) -> None:
     code, said = loop.refresh()
     assert (code in (0, 3), "Joining." in said) == (True, True), said
     assert loop.figures(1)["join"]["joined_rankings"] > 200, "both nights"
+
+
+def moved_to(loop: Loop, actions: tuple[str, ...], **config: int) -> None:
+    """Move the link to an untrained model with these actions and changes of the configuration."""
+    manifest = load_checkpoint(loop.link).manifest
+    save_checkpoint(
+        loop.root / "other",
+        random_ranker(replace(manifest.config, actions=len(actions), **config)),
+        name="small",
+        action_names=actions,
+        continuous=manifest.continuous,
+        score_weights=manifest.score_weights,
+    )
+    point(loop.link, str(loop.root / "other"))
+
+
+def test_nights_of_other_actions_are_left_out_and_told(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    names = (*load_checkpoint(loop.link).manifest.action_names, "bookmark")
+    moved_to(loop, names)
+
+    def of_moved(row: ServedRanking) -> ServedRanking:
+        actions = np.pad(row.context.actions, ((0, 0), (0, 1)))
+        return structs.replace(
+            row, action_names=names, weights=np.ones(len(names)), context=replace(row.context, actions=actions)
+        )
+
+    loop.night(1, {"change": of_moved})
+    code, said = loop.refresh("--bound", "min_activity=0")
+    told = "1 earlier nights are left out of the training: the model that serves has other actions (00001)"
+    assert (code in (0, 3), told in said) == (True, True), said
+    assert told in (loop.turns / "turns/00002/report.md").read_text()
+    assert loop.figures(2)["left_out_nights"] == ["00001"]
+    (check,) = [check for check in loop.figures(2)["checks"] if check["name"] == "events"]
+    assert "the serving model expects" in check["sentence"], "what is usual is of other actions"
+
+
+def test_nights_with_and_without_codes_train_together(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    actions = load_checkpoint(loop.link).manifest.action_names
+    moved_to(loop, actions, code_levels=2, code_values=16)
+
+    def with_codes(code: int) -> Callable[[ServedRanking], ServedRanking]:
+        return lambda row: structs.replace(
+            row,
+            candidates=replace(row.candidates, codes=np.full((len(row.scores), 2), code)),
+            context=replace(row.context, codes=np.full((len(row.context), 2), code)),
+        )
+
+    for day, code in ((1, 1), (2, 17)):  # the model has no code 17
+        loop.night(day, {"change": with_codes(code)})
+        ended, said = loop.refresh("--bound", "min_activity=0")
+        assert ended in (0, 3), said
+        assert loop.figures(day + 1)["left_out_nights"] == []
 
 
 def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
