@@ -154,10 +154,25 @@ def test_an_absent_action_is_a_no_only_where_it_is_observed(served: Path) -> Non
 
 
 def test_rankings_whose_window_is_not_over_are_left_out(served: Path) -> None:
-    log, counts = joined(served, [event(1, 0, "favorite", T0 + 105)], window_seconds=100, until_ts=None)
+    log, counts = joined(served, [event(8, 0, "favorite", T0 + 9)], window_seconds=3, until_ts=None)
     assert (counts.joined_rankings, counts.open_rankings) == (6, 6)
-    assert counts.until_ts == T0 + 105
+    assert counts.until_ts == T0 + 8
     assert log.impression_ts.max() == T0 + 5
+
+
+def test_a_clock_that_is_ahead_ends_no_window(served: Path) -> None:
+    """How far the events reach is told by the rankings that they name, whose times are the service's."""
+    ahead = [event(5, 0, "favorite", T0 + DAY), event(5, 0, "favorite", T0 + DAY, request_id="of another place")]
+    _, counts = joined(served, [event(8, 0, "favorite", T0 + 9), *ahead], window_seconds=3, until_ts=None)
+    assert (counts.joined_rankings, counts.open_rankings, counts.until_ts) == (6, 6, T0 + 8)
+    assert (counts.events_after_window, counts.events_without_ranking) == (1, 1)
+
+
+def test_a_name_that_comes_again_ends_no_window(served: Path) -> None:
+    """A client that sends one name again and again names its first ranking alone."""
+    write_part(served, "again", [ranking(2, T0 + 5000)])
+    _, counts = joined(served, [event(8, 0, "favorite"), event(2, 0, "favorite")], window_seconds=3, until_ts=None)
+    assert counts.until_ts == T0 + 8
 
 
 def test_what_does_not_join_is_counted_by_reason(served: Path) -> None:
@@ -352,7 +367,7 @@ def test_the_command_says_what_joined_and_what_it_wrote(served: Path) -> None:
         served.with_name("events.parquet"), [event(1, 0, "favorite", T0 + 2 * DAY), event(1, 1, "reply")]
     )
     out = served.with_name("log")
-    told = call("join", served, "--events", events, "--out", out)
+    told = call("join", served, "--events", events, "--out", out, "--until", T0 + 3 * DAY)
     assert told.exit_code == 0, told.output
     assert told.stdout.splitlines() == [
         "2 parts, 12 rankings: 12 joined",

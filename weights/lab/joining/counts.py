@@ -14,7 +14,8 @@ class JoinCounts:
 
     `rankings` = `joined_rankings` + those after it. `events` = `joined_events` + those after it. `earlier_events` were
     not read, because they are older than the rankings that were to be joined. `delay_seconds`: how long after their ranking the events
-    happened that name a candidate and an action of the model, the 5th percentile and the median. Times are Unix seconds.
+    happened that name a candidate and an action of the model, the 5th percentile and the median. `events_reach_ts`: when the newest ranking
+    that an event names was served; at least how far events reached for the night before, or the oldest ranking. Times are Unix seconds.
     """
 
     parts: int = 0
@@ -50,7 +51,7 @@ class JoinCounts:
     observed: list[str] = field(default_factory=list)
     until_ts: int = 0
     earlier_events: int = 0
-    newest_event_ts: int = 0
+    events_reach_ts: int = 0
     newest_ranking_ts: int = 0
     delay_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
 

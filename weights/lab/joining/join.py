@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +51,11 @@ FROM (
         earlier AS (PARTITION BY part, context_id ORDER BY ranking ROWS UNBOUNDED PRECEDING)
 )
 """
+EVENTS_REACH = """
+SELECT coalesce(max(first_ts), 0)
+FROM (SELECT request_id, min(served_ts) AS first_ts FROM rankings GROUP BY request_id) SEMI JOIN events USING (request_id)
+"""
+"""The newest ranking that an event names, 0 for none: no clock but the service's has a say in it."""
 WITHOUT_POST = "SELECT count(*) FROM candidates JOIN states USING (ranking) WHERE post_id = 0 AND state = 'joined'"
 BY_NAME = """
 CREATE TABLE by_name AS
@@ -121,12 +125,12 @@ bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
 
 @dataclass(frozen=True, slots=True)
 class JoinSettings:
-    """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those that
-    some event has. `until_ts`: events are whole up to here, Unix seconds; None: up to the newest event. `model`: whose rankings are joined,
-    a version or the beginning of a digest; empty: all, if their actions are the same. `actions`: only rankings of models with these
-    actions, in this order, are joined, the others are counted; empty: any. `memory`: of DuckDB, such as `2GB`. `since_ts`: only
-    rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the contexts, so that results with
-    different labels can be read as one log."""
+    """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those
+    that some event has. `until_ts`: events are whole up to here, Unix seconds; None: up to the newest ranking that one of them names.
+    `model`: whose rankings are joined, a version or the beginning of a digest; empty: all, if their actions are the same. `actions`: only
+    rankings of models with these actions, in this order, are joined, the others are counted; empty: any. `memory`: of DuckDB, such as
+    `2GB`. `since_ts`: only rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the
+    contexts, so that results with different labels can be read as one log."""
 
     window_seconds: int = 86_400
     observed: tuple[str, ...] | None = None
@@ -220,9 +224,12 @@ def _join(
     progress: Progress,
 ) -> None:
     """Make the tables `shown` and `labels`, and count. Raises LogError."""
-    counts.until_ts = (
-        settings.until_ts if settings.until_ts is not None else min(counts.newest_event_ts, int(time.time()))
-    )
+    if settings.since_ts is None:
+        reached_before = number_of(database, "SELECT coalesce(min(served_ts), 0) FROM rankings")
+    else:
+        reached_before = settings.since_ts + settings.window_seconds
+    counts.events_reach_ts = max(reached_before, number_of(database, EVENTS_REACH))
+    counts.until_ts = settings.until_ts if settings.until_ts is not None else counts.events_reach_ts
     _name_actions(database, names)
     steps = _steps(settings, counts, len(names))
     for done, (statement, values) in enumerate(steps):

@@ -182,7 +182,6 @@ def read_events(
     for table in tables_of(source, PIECE_ROWS):
         checked = _checked_events(table, source, ids, partial(_place, source, done))
         done += len(table)
-        counts.newest_event_ts = max(counts.newest_event_ts, pc.max(checked.column("event_ts")).as_py() or 0)
         if since_ts is not None:
             checked = checked.filter(pc.greater_equal(checked.column("event_ts"), since_ts - CLOCK_SKEW_SECONDS))
         database.register("piece", checked)

@@ -305,13 +305,17 @@ class _Turn:
         """Nothing joined: because nothing is new, because events ended, or because none of them fits."""
         if not counts.rankings_never_shown:
             window = self.join_settings.window_seconds
-            if counts.newest_event_ts + STALE_WINDOWS * window >= counts.newest_ranking_ts:
+            if counts.events_reach_ts + STALE_WINDOWS * window >= counts.newest_ranking_ts:
                 waiting = (
                     f"; the window of {counts.open_rankings:,} rankings is not over" if counts.open_rankings else ""
                 )
                 return f"Nothing new: no ranking has joined since the last turn{waiting}"
-            hours = (counts.newest_ranking_ts - counts.newest_event_ts) / 3600
-            ended = Check(EVENTS, False, f"the newest event is {hours:,.1f} hours older than the newest ranking")
+            hours = (counts.newest_ranking_ts - counts.events_reach_ts) / 3600
+            ended = Check(
+                EVENTS,
+                False,
+                f"the newest ranking that an event names is {hours:,.1f} hours older than the newest ranking",
+            )
             return self._decided(counts, without_log(counts), [ended], None)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
         night = without_log(counts)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from msgspec import structs
 
@@ -50,7 +52,11 @@ class Loop:
 
     def command(self, *options: object) -> list[str]:
         where = ("--served", self.root / "served", "--events", self.root / "events")
-        return [*map(str, ("refresh", *where, "--checkpoint", self.link, "--out", self.turns, *OPTIONS, *options))]
+        files = [*(self.root / "events").glob("*.parquet")]
+        ends = [pc.max(pq.read_table(file).column("event_ts")).as_py() for file in files]
+        until = ("--until", max(ends)) if ends else ()
+        places = ("--checkpoint", self.link, "--out", self.turns)
+        return [*map(str, ("refresh", *where, *places, *OPTIONS, *until, *options))]
 
     def refresh(self, *options: object) -> tuple[int, str]:
         return run(*self.command(*options))
