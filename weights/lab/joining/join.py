@@ -123,6 +123,14 @@ bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
 """64 actions of a row as the bits of a number: DuckDB can move it to the disk, where it cannot move lists."""
 
 
+DAY_SECONDS = 86_400
+
+
+def first_day_ts(since_ts: int, window_seconds: int) -> int:
+    """When the first UTC day begins whose parts are read for rankings that were served after `since_ts`, Unix seconds."""
+    return (since_ts - window_seconds) // DAY_SECONDS * DAY_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class JoinSettings:
     """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those
@@ -241,7 +249,7 @@ def _join(
         if statement is SEEN:
             _make_shown(database, settings.window_seconds, counts)
     counts.observed = _observed(database, names, settings)
-    _count(database, counts)
+    _count(database, settings.window_seconds, counts)
 
 
 def _steps(settings: JoinSettings, counts: JoinCounts, actions: int) -> list[tuple[str, dict[str, int | str]]]:
@@ -295,10 +303,14 @@ def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], setti
     return [name for name in names if name in met]
 
 
-def _count(database: duckdb.DuckDBPyConnection, counts: JoinCounts) -> None:
+def _count(database: duckdb.DuckDBPyConnection, window_seconds: int, counts: JoinCounts) -> None:
     states = dict(database.execute("SELECT state, count(*) FROM states GROUP BY state").fetchall())
     counts.open_rankings = states.get("open", 0)
     counts.earlier_rankings = states.get("earlier", 0)
+    through_ts = counts.until_ts - window_seconds
+    counts.done_from_ts = first_day_ts(through_ts, window_seconds)
+    done = "SELECT count(*) FROM rankings WHERE served_ts BETWEEN ? AND ?"
+    ((counts.done_rankings,),) = database.execute(done, [counts.done_from_ts, through_ts]).fetchall()
     counts.newest_ranking_ts = number_of(database, "SELECT coalesce(max(served_ts), 0) FROM rankings")
     counts.delay_seconds = [float(seconds) for seconds in database.execute(DELAYS).fetchall()[0]]
     counts.repeated_rankings = states.get("repeated", 0)

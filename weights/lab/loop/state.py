@@ -46,6 +46,13 @@ class Version(Struct, frozen=True, forbid_unknown_fields=True):
     version: str
 
 
+class Done(Struct, frozen=True, forbid_unknown_fields=True):
+    """How many rankings the turn had read of those served up to its `through_ts`, from the beginning of a UTC day on, Unix seconds."""
+
+    from_ts: int
+    rankings: int
+
+
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     """What a turn has decided. `failed`: the names of the checks that failed. `through_ts`: rankings served up to here are done, Unix
     seconds. `night`: None where the night may not train a model. `publish`: None where the new checkpoint is refused."""
@@ -56,6 +63,7 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     sentence: str
     night: NightRecord | None = None
     publish: Version | None = None
+    done: Done | None = None
 
 
 class State(Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +76,7 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
     nights: tuple[NightRecord, ...] = ()
     versions: tuple[Version, ...] = ()
     pending: str = ""
+    done: Done | None = None
 
     def usual(self, actions: tuple[str, ...]) -> Usual:
         """What the nights that passed and were served by models with these actions were like."""
@@ -82,7 +91,7 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
         if outcome.publish:
             versions = (*versions, outcome.publish)[-keep:]
         pending = outcome.publish.target if outcome.publish else ""
-        return State(outcome.turn, outcome.through_ts, nights, versions, pending)
+        return State(outcome.turn, outcome.through_ts, nights, versions, pending, outcome.done)
 
 
 def name_of(turn: int) -> str:

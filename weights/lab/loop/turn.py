@@ -27,8 +27,8 @@ from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, write_whole
 from weights.lab.agreement import score_weights
 from weights.lab.evaluate.predict import predict
-from weights.lab.joining.counts import JoinCounts, NothingJoins
-from weights.lab.joining.join import COUNTS_NAME, JoinSettings, join
+from weights.lab.joining.counts import JoinCounts, NothingJoins, late_line
+from weights.lab.joining.join import COUNTS_NAME, JoinSettings, first_day_ts, join
 from weights.lab.loop.gate import (
     ABOUT_THE_NIGHT,
     ENOUGH,
@@ -49,6 +49,7 @@ from weights.lab.loop.state import (
     OUTCOME_NAME,
     STATE_NAME,
     TURNS,
+    Done,
     NightRecord,
     Outcome,
     State,
@@ -241,6 +242,7 @@ class _Turn:
         try:
             counts = self._joined()
         except NothingJoins as error:
+            self._count_late(error.counts)
             return self._without_log(error.counts)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
         if self.left_out_nights:
@@ -294,12 +296,23 @@ class _Turn:
     def _joined(self) -> JoinCounts:
         """The counts of the night's join, which may be one of an interrupted turn. Raises NothingJoins."""
         if self.log.exists():
-            return JoinCounts(**json.loads((self.log / COUNTS_NAME).read_text()))
+            counts = JoinCounts(**json.loads((self.log / COUNTS_NAME).read_text()))
+            self._count_late(counts)
+            return counts
         self.say("Joining.")
         counts = join(self.places.served, self.places.events, self.log, self.join_settings, self.progress)
+        self._count_late(counts)
         for line in counts.lines():
             self.say(f"  {line}")
         return counts
+
+    def _count_late(self, counts: JoinCounts) -> None:
+        """Count the rankings of the earlier night that it had not read: their parts were open then, or were copied later."""
+        before, since_ts = self.state.done, self.join_settings.since_ts
+        if not before or since_ts is None:
+            return
+        if before.from_ts == first_day_ts(since_ts, self.join_settings.window_seconds):  # else other days are read
+            counts.late_rankings = max(0, counts.earlier_rankings - before.rankings)
 
     def _without_log(self, counts: JoinCounts) -> Outcome | str:
         """Nothing joined: because nothing is new, because events ended, or because none of them fits."""
@@ -309,6 +322,8 @@ class _Turn:
                 waiting = (
                     f"; the window of {counts.open_rankings:,} rankings is not over" if counts.open_rankings else ""
                 )
+                if counts.late_rankings:
+                    waiting += f". {late_line(counts.late_rankings)}"
                 return f"Nothing new: no ranking has joined since the last turn{waiting}"
             hours = (counts.newest_ranking_ts - counts.events_reach_ts) / 3600
             ended = Check(
@@ -417,6 +432,8 @@ class _Turn:
             publish = Version(os.path.relpath(self.checkpoint.resolve(), parent), version)
         is_to_wait = failed == (ENOUGH,)
         through_ts = self.state.through_ts if is_to_wait else self.through_ts  # the next night then holds this one too
+        is_through = through_ts != self.state.through_ts
+        done = Done(counts.done_from_ts, counts.done_rankings) if is_through else self.state.done
         serving = self.serving.manifest.version
         if publish:
             sentence = f"Turn {self.name} published version {publish.version}, trained on from {serving}"
@@ -424,6 +441,6 @@ class _Turn:
             sentence = f"Turn {self.name} is refused: {', '.join(failed)}. Version {serving} goes on serving"
         for check in checks:
             self.say(f"  {check.name:<9} {'passed' if check.passed else 'FAILED'}: {check.sentence}")
-        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish)
+        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish, done)
         write_turn(self.directory, outcome, counts, night, checks, judged, serving, self.left_out_nights)
         return outcome

@@ -22,6 +22,7 @@ pytest.importorskip("duckdb")
 pytest.importorskip("sklearn")
 
 from model.synthetic import random_ranker
+from tests.support.parts import write_rows
 from tests.weights.call import run
 from tests.weights.lab.joining_rows import T0, ranking, write_part
 from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
@@ -29,7 +30,7 @@ from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.fetch import point
 from weights.lab.loop.turn import CONTINUED
 from weights.lab.training.log import read_log
-from weights.served import ServedRanking
+from weights.served import ServedRanking, read_part
 
 STEPS = ("Joining.", "Training.", "Judging.", "Decided.")
 """The lines that refresh prints at its steps."""
@@ -387,6 +388,29 @@ def test_nights_with_and_without_codes_train_together(loop: Loop) -> None:
         ended, said = loop.refresh("--bound", "min_activity=0")
         assert ended in (0, 3), said
         assert loop.figures(day + 1)["left_out_nights"] == []
+
+
+def test_rankings_of_parts_that_come_late_are_told(loop: Loop) -> None:
+    loop.night(0)
+    (part,) = (loop.root / "served").glob("*/*.parquet")
+    rows = [*read_part(part)]
+    late = part.with_name("late.parquet.open")
+    write_rows(part, rows[:-40])
+    write_rows(late, rows[-40:])
+    bound = "--bound", "min_activity=99"  # refused before it trains
+    code, said = loop.refresh(*bound)
+    assert (code, "1 parts are still being written" in said, "WARNING" in said) == (3, True, False), said
+    late.rename(late.with_suffix(""))
+    told = "WARNING: 40 rankings are in parts that came after their night was joined: no night has them"
+    code, said = loop.refresh(*bound)
+    assert (code, "Nothing new" in said, told in said) == (0, True, True), said
+    loop.night(1)
+    code, said = loop.refresh(*bound)
+    assert (code, told in said) == (3, True), said
+    assert told in (loop.turns / "turns/00002/report.md").read_text()
+    assert loop.figures(2)["join"]["late_rankings"] == 40
+    code, said = loop.refresh(*bound)
+    assert (code, "WARNING" in said) == (0, False), said
 
 
 def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
