@@ -106,7 +106,11 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     post, author, prior = rates(log, frozen, happened, is_known)
     any_post, any_author, any_prior = rates(log, frozen, did_any, np.ones(len(log), bool))
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
-    user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
+    of_author = engaged & (log.author_id != 0)
+    user, pair, again = (
+        Past.of(key, request, happened, counted)
+        for key, counted in zip(keys, (engaged, of_author, engaged), strict=True)
+    )
     prior_of_events = float(happened[:frozen].sum() / max(engaged[:frozen].sum(), 1))
     days = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0) / 86_400, np.nan)
     days = np.nan_to_num(days, nan=float(np.nanmedian(days)) if (log.created_at > 0).any() else 0.0)
@@ -126,9 +130,11 @@ def known_rows(log: Log, action: int) -> NDArray[np.bool_]:
 
 
 def rates(log: Log, frozen: int, happened: NDArray[np.bool_], is_known: NDArray[np.bool_]) -> tuple[Past, Past, float]:
-    """What happened to each row's post and author up to row `frozen`, and how often it happened to any, of the rows where it is known."""
+    """What happened to each row's post and author up to row `frozen`, and how often it happened to any, of the rows where it is known.
+    Nothing is counted of an author of 0, who is unknown."""
     request, shown = request_of_rows(log), (np.arange(len(log)) < frozen) & is_known
-    post, author = (Past.of(key, request, happened, shown) for key in (log.post_id, log.author_id))
+    post = Past.of(log.post_id, request, happened, shown)
+    author = Past.of(log.author_id, request, happened, shown & (log.author_id != 0))
     return post, author, float(happened[:frozen].sum() / max(is_known[:frozen].sum(), 1))
 
 

@@ -27,9 +27,10 @@ from model.synthetic import random_ranker  # noqa: E402
 from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.joining_rows import ACTIONS, DAY, T0, event, ranking, write_events, write_part  # noqa: E402
 from tests.weights.lab.training.small_run import small_config  # noqa: E402
-from weights.lab.joining.counts import JoinCounts  # noqa: E402
-from weights.lab.joining.join import JoinSettings, NothingJoins, join  # noqa: E402
+from weights.lab.joining.counts import JoinCounts, NothingJoins  # noqa: E402
+from weights.lab.joining.join import JoinSettings, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
+from weights.lab.training.facts import facts  # noqa: E402
 from weights.lab.training.log import Log, read_log  # noqa: E402
 from weights.served import read_part  # noqa: E402
 from weights.tables import LogError  # noqa: E402
@@ -153,10 +154,25 @@ def test_an_absent_action_is_a_no_only_where_it_is_observed(served: Path) -> Non
 
 
 def test_rankings_whose_window_is_not_over_are_left_out(served: Path) -> None:
-    log, counts = joined(served, [event(1, 0, "favorite", T0 + 105)], window_seconds=100, until_ts=None)
+    log, counts = joined(served, [event(8, 0, "favorite", T0 + 9)], window_seconds=3, until_ts=None)
     assert (counts.joined_rankings, counts.open_rankings) == (6, 6)
-    assert counts.until_ts == T0 + 105
+    assert counts.until_ts == T0 + 8
     assert log.impression_ts.max() == T0 + 5
+
+
+def test_a_clock_that_is_ahead_ends_no_window(served: Path) -> None:
+    """How far the events reach is told by the rankings that they name, whose times are the service's."""
+    ahead = [event(5, 0, "favorite", T0 + DAY), event(5, 0, "favorite", T0 + DAY, request_id="of another place")]
+    _, counts = joined(served, [event(8, 0, "favorite", T0 + 9), *ahead], window_seconds=3, until_ts=None)
+    assert (counts.joined_rankings, counts.open_rankings, counts.until_ts) == (6, 6, T0 + 8)
+    assert (counts.events_after_window, counts.events_without_ranking) == (1, 1)
+
+
+def test_a_name_that_comes_again_ends_no_window(served: Path) -> None:
+    """A client that sends one name again and again names its first ranking alone."""
+    write_part(served, "again", [ranking(2, T0 + 5000)])
+    _, counts = joined(served, [event(8, 0, "favorite"), event(2, 0, "favorite")], window_seconds=3, until_ts=None)
+    assert counts.until_ts == T0 + 8
 
 
 def test_what_does_not_join_is_counted_by_reason(served: Path) -> None:
@@ -421,7 +437,7 @@ def test_the_command_says_what_joined_and_what_it_wrote(served: Path) -> None:
         served.with_name("events.parquet"), [event(1, 0, "favorite", T0 + 2 * DAY), event(1, 1, "reply")]
     )
     out = served.with_name("log")
-    told = call("join", served, "--events", events, "--out", out)
+    told = call("join", served, "--events", events, "--out", out, "--until", T0 + 3 * DAY)
     assert told.exit_code == 0, told.output
     assert told.stdout.splitlines() == [
         "2 parts, 12 rankings: 12 joined",
@@ -495,6 +511,28 @@ def test_content_codes_reach_training_as_they_were_read(tmp_path: Path) -> None:
     assert mapped.contexts is not None
     assert log.contexts is not None
     assert np.array_equal(mapped.contexts.codes, log.contexts.codes)
+
+
+def test_unknown_authors_and_no_posts_join_as_served(tmp_path: Path) -> None:
+    """An author of 0 is unknown, and a post of 0 is none: the service accepts both, as candidates and in histories."""
+    row = ranking(1)
+    row.candidates.author_ids[0], row.candidates.post_ids[2] = 0, 0
+    row.context.author_ids[0], row.context.post_ids[1] = 0, 0
+    only_padding = ranking(2)
+    only_padding.candidates.post_ids[:] = 0
+    write_part(tmp_path / "served", "a", [row, only_padding])
+    log, counts = joined(tmp_path / "served", [event(1, 0, "favorite"), event(1, 2, "favorite", post_id=0)])
+    assert log.post_id.tolist() == [101, 102, 104]
+    assert (log.author_id == 0).tolist() == [True, False, False]
+    assert (counts.candidates_without_post, counts.rankings_never_shown) == (5, 1)
+    assert "5 posts were 0, which is no post: left out" in counts.lines()
+    assert (counts.joined_events, counts.events_without_candidate) == (1, 1)
+    assert log.contexts is not None
+    assert np.array_equal(log.contexts.author_ids, row.context.author_ids)
+    assert np.array_equal(log.contexts.post_ids, row.context.post_ids)
+    mapped = read_log(tmp_path / "log", cache=tmp_path / "cache")
+    assert np.array_equal(mapped.author_id, log.author_id)
+    assert "  1 impressions of an unknown author (author 0)" in facts(log, 10)
 
 
 def test_a_night_holds_what_was_served_after_the_one_before(served: Path) -> None:

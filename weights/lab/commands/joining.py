@@ -36,7 +36,9 @@ def join(
     ] = "",
     until: Annotated[
         str,
-        typer.Option(help="The events are whole up to here: a day or Unix seconds. Default: up to the newest event."),
+        typer.Option(
+            help="The events are whole up to here: a day or Unix seconds. Default: up to the newest ranking that one of them names."
+        ),
     ] = "",
     model: Annotated[
         str,

@@ -137,7 +137,11 @@ def history_features(
     engaged = log.actions.any(1) & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
-    user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
+    of_author = engaged & (log.author_id != 0)
+    user, pair, again = (
+        Past.of(key, request, happened, counted)
+        for key, counted in zip(keys, (engaged, of_author, engaged), strict=True)
+    )
     seconds = (log.impression_ts - log.created_at).astype(np.float32)
     last = examples.last - 1
     since = np.where(last >= examples.first, examples.times - examples.events.impression_ts[last], np.nan)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weights.tables import LogError
+
 
 @dataclass(slots=True)
 class JoinCounts:
@@ -12,7 +14,10 @@ class JoinCounts:
 
     `rankings` = `joined_rankings` + those after it. `events` = `joined_events` + those after it. `earlier_events` were
     not read, because they are older than the rankings that were to be joined. `delay_seconds`: how long after their ranking the events
-    happened that name a candidate and an action of the model, the 5th percentile and the median. Times are Unix seconds.
+    happened that name a candidate and an action of the model, the 5th percentile and the median. `events_reach_ts`: when the newest ranking
+    that an event names was served; at least how far events reached for the night before, or the oldest ranking. `done_rankings`:
+    those whose window is over, of the UTC days from `done_from_ts` on, which the next night reads again. `late_rankings`: those of
+    `earlier_rankings` that the night before had not read. Times are Unix seconds.
     """
 
     parts: int = 0
@@ -43,12 +48,16 @@ class JoinCounts:
     events_of_candidates_seen_late: int = 0
     candidates_seen_late: int = 0
     rankings_seen_late: int = 0
+    candidates_without_post: int = 0
+    late_rankings: int = 0
+    done_from_ts: int = 0
+    done_rankings: int = 0
     impressions: int = 0
     contexts: int = 0
     observed: list[str] = field(default_factory=list)
     until_ts: int = 0
     earlier_events: int = 0
-    newest_event_ts: int = 0
+    events_reach_ts: int = 0
     newest_ranking_ts: int = 0
     delay_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
@@ -94,12 +103,16 @@ class JoinCounts:
             lines.append(
                 f"{self.candidates_seen_late:,} posts were seen so late that their window is not over: left out"
             )
+        if self.candidates_without_post:
+            lines.append(f"{self.candidates_without_post:,} posts were 0, which is no post: left out")
         if len(self.models) > 1:
             lines.append("models: " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.models.items())))
         if self.open_parts:
             lines.append(f"{self.open_parts:,} parts are still being written")
         if self.gone_parts:
             lines.append(f"{self.gone_parts:,} parts were removed before they were read")
+        if self.late_rankings:
+            lines.append(late_line(self.late_rankings))
         for files, reason in (
             (self.foreign_files, "they are no parts of the log"),
             (self.cut_parts, "they cannot be read"),
@@ -108,6 +121,19 @@ class JoinCounts:
                 more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
                 lines.append(f"WARNING: {len(files):,} files are left out, {reason}: {', '.join(files[:3])}{more}")
         return lines
+
+
+def late_line(rankings: int) -> str:
+    """That so many rankings came too late for their night."""
+    return f"WARNING: {rankings:,} rankings are in parts that came after their night was joined: no night has them"
+
+
+class NothingJoins(LogError):
+    """No ranking joins. `counts` says why."""
+
+    def __init__(self, text: str, counts: JoinCounts) -> None:
+        super().__init__(text)
+        self.counts = counts
 
 
 def _told(reasons: dict[str, int]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import duckdb
 
 from model.inputs import CLOCK_SKEW_SECONDS
 from weights.format.writer import written_beside
-from weights.lab.joining.counts import JoinCounts
+from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.joining.reading import LostPart, Progress, number_of, read_events, read_parts
 from weights.lab.joining.writing import write_contexts, write_impressions
 from weights.served import hold
@@ -56,6 +55,12 @@ FROM (
         earlier AS (PARTITION BY part, context_id ORDER BY ranking ROWS UNBOUNDED PRECEDING)
 )
 """
+EVENTS_REACH = """
+SELECT coalesce(max(first_ts), 0)
+FROM (SELECT request_id, min(served_ts) AS first_ts FROM rankings GROUP BY request_id) SEMI JOIN events USING (request_id)
+"""
+"""The newest ranking that an event names, 0 for none: no clock but the service's has a say in it."""
+WITHOUT_POST = "SELECT count(*) FROM candidates JOIN states USING (ranking) WHERE post_id = 0 AND state = 'joined'"
 BY_NAME = """
 CREATE TABLE by_name AS
 SELECT request_id, any_value(ranking) AS ranking, any_value(served_ts) AS served_ts, max(state) AS state
@@ -122,14 +127,22 @@ bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
 """64 actions of a row as the bits of a number: DuckDB can move it to the disk, where it cannot move lists."""
 
 
+DAY_SECONDS = 86_400
+
+
+def first_day_ts(since_ts: int, window_seconds: int) -> int:
+    """When the first UTC day begins whose parts are read for rankings that were served after `since_ts`, Unix seconds."""
+    return (since_ts - window_seconds) // DAY_SECONDS * DAY_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class JoinSettings:
-    """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those that
-    some event has. `until_ts`: events are whole up to here, Unix seconds; None: up to the newest event. `model`: whose rankings are joined,
-    a version or the beginning of a digest; empty: all, if their actions are the same. `actions`: only rankings of models with these
-    actions, in this order, are joined, the others are counted; empty: any. `memory`: of DuckDB, such as `2GB`. `since_ts`: only
-    rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the contexts, so that results with
-    different labels can be read as one log."""
+    """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those
+    that some event has. `until_ts`: events are whole up to here, Unix seconds; None: up to the newest ranking that one of them names.
+    `model`: whose rankings are joined, a version or the beginning of a digest; empty: all, if their actions are the same. `actions`: only
+    rankings of models with these actions, in this order, are joined, the others are counted; empty: any. `memory`: of DuckDB, such as
+    `2GB`. `since_ts`: only rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the
+    contexts, so that results with different labels can be read as one log."""
 
     window_seconds: int = 86_400
     observed: tuple[str, ...] | None = None
@@ -148,14 +161,6 @@ class JoinSettings:
         return None if self.since_ts is None else self.since_ts - self.window_seconds
 
 
-class NothingJoins(LogError):
-    """No ranking joins. `counts` says why."""
-
-    def __init__(self, text: str, counts: JoinCounts) -> None:
-        super().__init__(text)
-        self.counts = counts
-
-
 def join(
     served: Path,
     events: Path | str,
@@ -167,7 +172,7 @@ def join(
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
 
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
-    its own window is not over is left out.
+    its own window is not over is left out, and so is a post of 0, which is none.
 
     Raises LogError, in one sentence that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at
     `out`.
@@ -261,18 +266,24 @@ def _join(
     progress: Progress,
 ) -> None:
     """Make the tables `shown` and `labels`, and count. Raises LogError."""
-    counts.until_ts = (
-        settings.until_ts if settings.until_ts is not None else min(counts.newest_event_ts, int(time.time()))
-    )
+    if settings.since_ts is None:
+        reached_before = number_of(database, "SELECT coalesce(min(served_ts), 0) FROM rankings")
+    else:
+        reached_before = settings.since_ts + settings.window_seconds
+    counts.events_reach_ts = max(reached_before, number_of(database, EVENTS_REACH))
+    counts.until_ts = settings.until_ts if settings.until_ts is not None else counts.events_reach_ts
     _name_actions(database, names)
     steps = _steps(settings, counts, len(names))
     for done, (statement, values) in enumerate(steps):
         progress("Joining", done, len(steps))
         database.execute(statement, values)
+        if statement is STATES:
+            counts.candidates_without_post = number_of(database, WITHOUT_POST)
+            database.execute("DELETE FROM candidates WHERE post_id = 0")
         if statement is SEEN:
             _make_shown(database, settings.window_seconds, counts)
     counts.observed = _observed(database, names, settings)
-    _count(database, counts)
+    _count(database, settings.window_seconds, counts)
 
 
 def _steps(settings: JoinSettings, counts: JoinCounts, actions: int) -> list[tuple[str, dict[str, int | str]]]:
@@ -326,10 +337,14 @@ def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], setti
     return [name for name in names if name in met]
 
 
-def _count(database: duckdb.DuckDBPyConnection, counts: JoinCounts) -> None:
+def _count(database: duckdb.DuckDBPyConnection, window_seconds: int, counts: JoinCounts) -> None:
     states = dict(database.execute("SELECT state, count(*) FROM states GROUP BY state").fetchall())
     counts.open_rankings = states.get("open", 0)
     counts.earlier_rankings = states.get("earlier", 0)
+    through_ts = counts.until_ts - window_seconds
+    counts.done_from_ts = first_day_ts(through_ts, window_seconds)
+    done = "SELECT count(*) FROM rankings WHERE served_ts BETWEEN ? AND ?"
+    ((counts.done_rankings,),) = database.execute(done, [counts.done_from_ts, through_ts]).fetchall()
     counts.newest_ranking_ts = number_of(database, "SELECT coalesce(max(served_ts), 0) FROM rankings")
     counts.delay_seconds = [float(seconds) for seconds in database.execute(DELAYS).fetchall()[0]]
     counts.repeated_rankings = states.get("repeated", 0)

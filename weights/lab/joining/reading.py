@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from model.inputs import CLOCK_SKEW_SECONDS
-from weights.lab.joining.counts import JoinCounts
+from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.training.log import date_of
 from weights.served import OPEN_SUFFIX, PARTS, DamagedPart, open_part
 from weights.table_files import Table, open_table, place_of, tables_of
@@ -132,7 +132,7 @@ def read_parts(
 
     `model`: the version or the beginning of the digest of the model whose rankings are read; if empty, all, which must have the same
     actions. `actions`: if there are any, only rankings of models with just these are read. Files that are no parts, and parts
-    that were cut short or are damaged, are left out and counted. Raises LogError.
+    that were cut short or are damaged, are left out and counted. Raises LogError; NothingJoins where all parts are of earlier days.
     """
     database.execute(TABLES)
     paths = sorted(directory.glob(PARTS))
@@ -144,7 +144,10 @@ def read_parts(
             counts.foreign_files.append(str(path))
     if first_ts is not None:
         first_day = f"date={date_of(first_ts)}"
-        paths = [path for path in paths if path.parent.name >= first_day]
+        recent = [path for path in paths if path.parent.name >= first_day]
+        if paths and not recent:
+            raise NothingJoins(f"{directory} holds no rankings of {date_of(first_ts)} or later", counts)
+        paths = recent
     read, names, named_by = list[ReadPart](), None, Path()
     for done, path in enumerate(paths):
         progress("Reading what was served", done, len(paths))
@@ -255,7 +258,6 @@ def read_events(
     for table in tables_of(source, PIECE_ROWS):
         checked = _checked_events(table, source, ids, partial(_place, source, done))
         done += len(table)
-        counts.newest_event_ts = max(counts.newest_event_ts, pc.max(checked.column("event_ts")).as_py() or 0)
         if since_ts is not None:
             checked = checked.filter(pc.greater_equal(checked.column("event_ts"), since_ts - CLOCK_SKEW_SECONDS))
         database.register("piece", checked)

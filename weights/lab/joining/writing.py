@@ -95,24 +95,14 @@ def write_impressions(
     rows = number_of(database, "SELECT count(*) FROM shown")
     for statement in (LABELLED, ROWS):
         database.execute(statement)
-    has_codes = code_levels(database) > 0
     with Parts(out / IMPRESSIONS) as parts:
         for batch in database.sql(SORTED_ROWS).to_arrow_reader(BATCH_ROWS):
-            parts.write(
-                _impressions(batch, names, np.array(observed, bool), has_codes, label).replace_schema_metadata(metadata)
-            )
+            parts.write(_impressions(batch, names, np.array(observed, bool), label).replace_schema_metadata(metadata))
             progress("Writing impressions", parts.rows, rows)
     return parts.rows
 
 
-def code_levels(database: duckdb.DuckDBPyConnection) -> int:
-    """How many levels of content codes the candidates have."""
-    return number_of(database, "SELECT coalesce(max(len(codes)), 0) FROM candidates")
-
-
-def _impressions(
-    batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[np.bool_], has_codes: bool, label: str
-) -> pa.Table:
+def _impressions(batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[np.bool_], label: str) -> pa.Table:
     words = [
         pc.fill_null(batch.column(f"taken_{word}"), 0).to_numpy(zero_copy_only=False)
         for word in range(-(-len(names) // 64))
@@ -127,9 +117,8 @@ def _impressions(
         "position": batch.column("position"),
         "propensity": batch.column("propensity").fill_null(0),
         "context_id": _numbers(batch.column("context_id"), label),
+        CODES: batch.column("codes"),  # also where no post has any, so that all nights have the same columns
     }
-    if has_codes:
-        columns[CODES] = batch.column("codes")
     for place, name in enumerate(names):
         mask = None if observed[place] else ~flags[:, place]
         columns[ACTION_PREFIX + name] = pa.array(flags[:, place], pa.bool_(), mask=mask)
@@ -153,10 +142,9 @@ def write_contexts(
 ) -> int:
     """Write the context of each ranking of the table `shown`, once. `parts`: by their numbers. `label`: as `JoinSettings` has it. Return
     how many. Raises LostPart."""
-    has_codes = code_levels(database) > 0
     with Parts(out / CONTEXTS, PART_ROWS // 10) as written:
         for done, (part, places) in enumerate(_places(database)):
-            for table in _contexts(parts[part], places, names, has_codes, label):
+            for table in _contexts(parts[part], places, names, label):
                 written.write(table)
             progress("Writing contexts", done, len(parts))
     return written.rows
@@ -177,20 +165,18 @@ def _places(database: duckdb.DuckDBPyConnection) -> Iterator[tuple[int, NDArray[
         yield part, np.concatenate(places)
 
 
-def _contexts(
-    read: ReadPart, places: NDArray[np.int64], names: Sequence[str], has_codes: bool, label: str
-) -> Iterator[pa.Table]:
+def _contexts(read: ReadPart, places: NDArray[np.int64], names: Sequence[str], label: str) -> Iterator[pa.Table]:
     """The contexts in these rows of a part, in pieces."""
     before = 0
     with read.again() as part:
         for batch in part.iter_batches(CONTEXT_ROWS, columns=["context_id", "history"]):
             first, last = np.searchsorted(places, (before, before + len(batch)))
             if last > first:
-                yield _table(batch.take(pa.array(places[first:last] - before)), names, has_codes, label)
+                yield _table(batch.take(pa.array(places[first:last] - before)), names, label)
             before += len(batch)
 
 
-def _table(batch: pa.RecordBatch, names: Sequence[str], has_codes: bool, label: str) -> pa.Table:
+def _table(batch: pa.RecordBatch, names: Sequence[str], label: str) -> pa.Table:
     history = batch.column("history")
     events = {
         name: pc.struct_field(history, name)
@@ -207,8 +193,7 @@ def _table(batch: pa.RecordBatch, names: Sequence[str], has_codes: bool, label: 
     actions = events["actions"].flatten().to_numpy().reshape(-1, len(names))
     for place, name in enumerate(names):
         columns[ACTION_PREFIX + name] = lists(np.ascontiguousarray(actions[:, place]), pa.float32())
-    if has_codes:
-        columns[CODES] = pa.ListArray.from_arrays(pa.array(offsets), _codes(history, len(actions)))
+    columns[CODES] = pa.ListArray.from_arrays(pa.array(offsets), _codes(history, len(actions)))
     return pa.table(columns)
 
 

@@ -63,6 +63,14 @@ def cell_of(figure: Figure) -> str:
     return "–" if math.isnan(figure.value) else str(figure)
 
 
+def left_out_line(nights: Sequence[str]) -> str:
+    """That these earlier nights, by their names, do not train."""
+    names = ", ".join(nights)
+    return (
+        f"{len(nights)} earlier nights are left out of the training: the model that serves has other actions ({names})"
+    )
+
+
 def write_turn(
     directory: Path,
     outcome: Outcome,
@@ -71,9 +79,10 @@ def write_turn(
     checks: Sequence[Check],
     judged: Judgement | None,
     serving: str,
+    left_out_nights: Sequence[str],
 ) -> None:
     """Write `report.md` and `figures.json` into the turn's directory. `judged`: None where no model was trained; `serving`: the version
-    that served."""
+    that served; `left_out_nights`: the earlier nights that do not train, by their names."""
     actions = [
         [
             name,
@@ -92,7 +101,7 @@ def write_turn(
         title=f"Turn {name_of(outcome.turn)}",
         outcome=outcome,
         checks=checks,
-        lines=counts.lines(),
+        lines=[*counts.lines(), *([left_out_line(left_out_nights)] if left_out_nights else [])],
         counts=(night.rankings, night.impressions, night.positives),
         night=night,
         judged=judged,
@@ -106,5 +115,6 @@ def write_turn(
         "night": asdict(night),
         "join": counts.as_json(),
         "judged": asdict(judged) if judged else None,
+        "left_out_nights": list(left_out_nights),
     }
     write_report(directory, page.lstrip(), plain(values, 6))

@@ -29,13 +29,14 @@ T = TypeVar("T", bound=Struct)
 
 
 class NightRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """A night that passed its checks: the turn's name, its impressions, actions per impression, and how far the AUC within users of one of
-    the models was from 0.5."""
+    """A night that passed its checks: the turn's name, its impressions, actions per impression, how far the AUC within users of one of
+    the models was from 0.5, and the names of the actions of the model that served."""
 
     name: str
     impressions: int
     activity: float
     order: float
+    actions: tuple[str, ...] = ()
 
 
 class Version(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +44,13 @@ class Version(Struct, frozen=True, forbid_unknown_fields=True):
 
     target: str
     version: str
+
+
+class Done(Struct, frozen=True, forbid_unknown_fields=True):
+    """How many rankings the turn had read of those served up to its `through_ts`, from the beginning of a UTC day on, Unix seconds."""
+
+    from_ts: int
+    rankings: int
 
 
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +63,7 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     sentence: str
     night: NightRecord | None = None
     publish: Version | None = None
+    done: Done | None = None
 
 
 class State(Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,11 +76,12 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
     nights: tuple[NightRecord, ...] = ()
     versions: tuple[Version, ...] = ()
     pending: str = ""
+    done: Done | None = None
 
-    @property
-    def usual(self) -> Usual:
-        """What the nights that passed were like."""
-        return Usual([night.activity for night in self.nights], [night.order for night in self.nights])
+    def usual(self, actions: tuple[str, ...]) -> Usual:
+        """What the nights that passed and were served by models with these actions were like."""
+        nights = [night for night in self.nights if night.actions == actions]
+        return Usual([night.activity for night in nights], [night.order for night in nights])
 
     def after(self, outcome: Outcome, keep: int) -> State:
         """The state after a turn. `keep`: how many versions are remembered."""
@@ -81,7 +91,7 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
         if outcome.publish:
             versions = (*versions, outcome.publish)[-keep:]
         pending = outcome.publish.target if outcome.publish else ""
-        return State(outcome.turn, outcome.through_ts, nights, versions, pending)
+        return State(outcome.turn, outcome.through_ts, nights, versions, pending, outcome.done)
 
 
 def name_of(turn: int) -> str:

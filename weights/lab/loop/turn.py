@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from model.inputs import codes_fitting
 from model.ranker import Ranker
 from weights.actions import dwell_output
 from weights.checkpoint import Checkpoint, load_checkpoint, load_manifest, save_checkpoint
@@ -26,8 +27,8 @@ from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, write_whole
 from weights.lab.agreement import score_weights
 from weights.lab.evaluate.predict import predict
-from weights.lab.joining.counts import JoinCounts
-from weights.lab.joining.join import COUNTS_NAME, JoinSettings, NothingJoins, join
+from weights.lab.joining.counts import JoinCounts, NothingJoins, late_line
+from weights.lab.joining.join import COUNTS_NAME, JoinSettings, first_day_ts, join
 from weights.lab.loop.gate import (
     ABOUT_THE_NIGHT,
     ENOUGH,
@@ -41,13 +42,14 @@ from weights.lab.loop.gate import (
 )
 from weights.lab.loop.judge import Judgement, judge
 from weights.lab.loop.night import Night, facts_of, requests_of, without_log
-from weights.lab.loop.report import write_turn
+from weights.lab.loop.report import left_out_line, write_turn
 from weights.lab.loop.state import (
     CHECKPOINTS,
     LOGS,
     OUTCOME_NAME,
     STATE_NAME,
     TURNS,
+    Done,
     NightRecord,
     Outcome,
     State,
@@ -63,11 +65,12 @@ from weights.lab.training.choices import plan
 from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS
 from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
 from weights.lab.training.examples import Examples
-from weights.lab.training.log import IN_MEMORY_ROWS, Log, aligned, read_log
+from weights.lab.training.log import IN_MEMORY_ROWS, Log, read_log
 from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
-from weights.lab.training.trainer import Status
+from weights.lab.training.trainer import Status, TrainingError
 from weights.tables import LogError
+from weights.values import problem_of_codes
 
 CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
 """What differs from training from scratch: the serving checkpoint already knows most of it."""
@@ -125,7 +128,8 @@ def refresh(
 ) -> Result:
     """Take a turn, or finish the one that was interrupted. A second run at the same time raises BlockingIOError, a sentence.
 
-    Raises LogError, CheckpointError, ValueError, OSError; the link then names what it named before.
+    Raises LogError, TrainingError, CheckpointError, ValueError, OSError; the link then names what it named before. After the first two
+    the next turn joins the night anew.
     """
     _check_link(places.link)
     with alone_in(places.root):
@@ -136,9 +140,13 @@ def refresh(
             return _result(places.root, finished)
         state = with_present_version(places.link, state)
         turn = _Turn(places, settings, state, load_checkpoint(places.link), say, progress)
-        outcome = turn.take()
+        try:
+            outcome = turn.take()
+        except (LogError, TrainingError):
+            turn.forget()  # the next turn joins again: with what has come since, or from events that were mended
+            raise
         if isinstance(outcome, str):
-            shutil.rmtree(turn.directory, ignore_errors=True)
+            turn.forget()
             return Result("nothing new", outcome)
         write_json(turn.directory / OUTCOME_NAME, outcome)
         say("Decided.")
@@ -221,6 +229,11 @@ class _Turn:
             label=f"night {self.name}",
         )
         self.weights: NDArray[np.float32] = score_weights(serving.manifest)
+        actions = serving.manifest.action_names
+        self.usual = state.usual(actions)
+        earlier = state.nights[max(len(state.nights) - settings.nights + 1, 0) :]
+        self.nights = [night for night in earlier if night.actions == actions]
+        self.left_out_nights = [night.name for night in earlier if night.actions != actions]
         self.through_ts = state.through_ts
 
     def take(self) -> Outcome | str:
@@ -229,15 +242,18 @@ class _Turn:
         try:
             counts = self._joined()
         except NothingJoins as error:
+            self._count_late(error.counts)
             return self._without_log(error.counts)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
+        if self.left_out_nights:
+            self.say(f"  {left_out_line(self.left_out_nights)}")
         log = self._read(counts)
         examples = Examples(log, self.serving.manifest.config)
         requests = requests_of(examples, self.log)
         held_out, until_ts = self._held_out(examples, requests)
         of_serving = self._predicted(self.serving.ranker, self.serving.manifest, examples, held_out)
         night = facts_of(counts, examples, requests, self.weights, of_serving.mean(0))
-        checks = check_night(night, self.state.usual, self.settings.bounds)
+        checks = check_night(night, self.usual, self.settings.bounds)
         judged = None
         if all(check.passed for check in checks):
             self.say("Training.")
@@ -246,7 +262,7 @@ class _Turn:
             of_new = self._predicted(new.ranker, new.manifest, examples, held_out)
             judged = judge(examples, held_out, (of_serving, of_new), self.weights, until_ts)
             checks += [
-                check_labels(judged, self.state.usual, self.settings.bounds),
+                check_labels(judged, self.usual, self.settings.bounds),
                 *check_model(judged, self.settings.bounds),
             ]
         return self._decided(counts, night, checks, judged)
@@ -266,47 +282,65 @@ class _Turn:
         )  # fmt: skip
         path = self.directory / TURN_NAME
         if not path.exists() or path.read_text() != task:
-            for left in (self.directory, self.log, self.checkpoint):
-                shutil.rmtree(left, ignore_errors=True)
+            self.forget()
             self.directory.mkdir(parents=True)
             write_whole(path, lambda new: new.write_text(task))
         for folder in (self.log.parent, self.checkpoint.parent, self.directory / WORK):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def forget(self) -> None:
+        """Remove what the turn has made."""
+        for made in (self.directory, self.log, self.checkpoint):
+            shutil.rmtree(made, ignore_errors=True)
+
     def _joined(self) -> JoinCounts:
         """The counts of the night's join, which may be one of an interrupted turn. Raises NothingJoins."""
         if self.log.exists():
-            return JoinCounts(**json.loads((self.log / COUNTS_NAME).read_text()))
+            counts = JoinCounts(**json.loads((self.log / COUNTS_NAME).read_text()))
+            self._count_late(counts)
+            return counts
         self.say("Joining.")
         counts = join(self.places.served, self.places.events, self.log, self.join_settings, self.progress)
+        self._count_late(counts)
         for line in counts.lines():
             self.say(f"  {line}")
         return counts
+
+    def _count_late(self, counts: JoinCounts) -> None:
+        """Count the rankings of the earlier night that it had not read: their parts were open then, or were copied later."""
+        before, since_ts = self.state.done, self.join_settings.since_ts
+        if not before or since_ts is None:
+            return
+        if before.from_ts == first_day_ts(since_ts, self.join_settings.window_seconds):  # else other days are read
+            counts.late_rankings = max(0, counts.earlier_rankings - before.rankings)
 
     def _without_log(self, counts: JoinCounts) -> Outcome | str:
         """Nothing joined: because nothing is new, because events ended, or because none of them fits."""
         if not counts.rankings_never_shown:
             window = self.join_settings.window_seconds
-            if counts.newest_event_ts + STALE_WINDOWS * window >= counts.newest_ranking_ts:
+            if counts.events_reach_ts + STALE_WINDOWS * window >= counts.newest_ranking_ts:
                 waiting = (
                     f"; the window of {counts.open_rankings:,} rankings is not over" if counts.open_rankings else ""
                 )
+                if counts.late_rankings:
+                    waiting += f". {late_line(counts.late_rankings)}"
                 return f"Nothing new: no ranking has joined since the last turn{waiting}"
-            hours = (counts.newest_ranking_ts - counts.newest_event_ts) / 3600
-            ended = Check(EVENTS, False, f"the newest event is {hours:,.1f} hours older than the newest ranking")
+            hours = (counts.newest_ranking_ts - counts.events_reach_ts) / 3600
+            ended = Check(
+                EVENTS,
+                False,
+                f"the newest ranking that an event names is {hours:,.1f} hours older than the newest ranking",
+            )
             return self._decided(counts, without_log(counts), [ended], None)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
         night = without_log(counts)
-        checks = check_night(night, self.state.usual, self.settings.bounds)
+        checks = check_night(night, self.usual, self.settings.bounds)
         return self._decided(counts, night, checks, None)
 
     def _read(self, counts: JoinCounts) -> Log:
-        """The last nights as one log: a directory of links to their files."""
-        names = (
-            [night.name for night in self.state.nights[-(self.settings.nights - 1) :]]
-            if self.settings.nights > 1
-            else []
-        )
+        """The last nights as one log: a directory of links to their files. Codes that the serving model does not have count as none, as
+        they do when it ranks."""
+        names = [night.name for night in self.nights]
         both = self.directory / WORK / "log"
         shutil.rmtree(both, ignore_errors=True)
         for kind in (IMPRESSIONS, CONTEXTS):
@@ -314,17 +348,14 @@ class _Turn:
             for name in (*names, self.name):
                 for part in sorted((self.places.root / LOGS / name / kind).glob("*.parquet")):
                     (both / kind / f"{name}-{part.name}").symlink_to(part.absolute())
-        rows = counts.impressions + sum(night.impressions for night in self.state.nights if night.name in names)
+        rows = counts.impressions + sum(night.impressions for night in self.nights)
         cache = self.directory / WORK / "sorted" if rows > IN_MEMORY_ROWS else None
         manifest = self.serving.manifest
-        try:
-            log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
-        except LogError:
-            shutil.rmtree(
-                self.log, ignore_errors=True
-            )  # the next turn joins again, perhaps from events that were mended
-            raise
-        return aligned(log, manifest.action_names)
+        log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
+        config = manifest.config
+        if problem_of_codes(log.codes, config.code_levels, config.code_values):
+            log = replace(log, codes=codes_fitting(log.codes, len(log), config))
+        return log
 
     def _held_out(self, examples: Examples, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """The night's newest requests, at most JUDGED_REQUESTS of them, and the time of the first, Unix seconds."""
@@ -393,13 +424,16 @@ class _Turn:
         record, publish = None, None
         if judged and not {*failed} & {*ABOUT_THE_NIGHT}:
             distance = max(distance_from_chance(figure.value) for figure in judged.order)
-            record = NightRecord(self.name, counts.impressions, night.activity, distance)
+            actions = self.serving.manifest.action_names
+            record = NightRecord(self.name, counts.impressions, night.activity, distance, actions)
         if not failed:
             parent = self.places.link.parent.resolve()
             version = load_manifest(self.checkpoint).version
             publish = Version(os.path.relpath(self.checkpoint.resolve(), parent), version)
         is_to_wait = failed == (ENOUGH,)
         through_ts = self.state.through_ts if is_to_wait else self.through_ts  # the next night then holds this one too
+        is_through = through_ts != self.state.through_ts
+        done = Done(counts.done_from_ts, counts.done_rankings) if is_through else self.state.done
         serving = self.serving.manifest.version
         if publish:
             sentence = f"Turn {self.name} published version {publish.version}, trained on from {serving}"
@@ -407,6 +441,6 @@ class _Turn:
             sentence = f"Turn {self.name} is refused: {', '.join(failed)}. Version {serving} goes on serving"
         for check in checks:
             self.say(f"  {check.name:<9} {'passed' if check.passed else 'FAILED'}: {check.sentence}")
-        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish)
-        write_turn(self.directory, outcome, counts, night, checks, judged, serving)
+        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish, done)
+        write_turn(self.directory, outcome, counts, night, checks, judged, serving, self.left_out_nights)
         return outcome

@@ -32,13 +32,16 @@ class HistoryLengths:
 
 
 def facts(log: Log, history_length: int) -> list[str]:
-    """Lines for people: counts of each action, of impressions of nobody and of histories; then warnings, which begin with `WARNING`.
+    """Lines for people: counts of each action, of impressions of nobody and of unknown authors, and of histories; then warnings, which
+    begin with `WARNING`.
 
     `history_length`: how many events the model reads at most.
     """
     lines = [f"  {line}" for line in _actions(log)]
     if nobody := int((log.user_id == 0).sum()):
         lines.append(f"  {nobody:,} impressions of nobody (user 0): they have no history and are in none")
+    if unknown := int((log.author_id == 0).sum()):
+        lines.append(f"  {unknown:,} impressions of an unknown author (author 0)")
     optional = [name for name in ("position", "propensity", "weight") if getattr(log, name) is not None]
     if optional:
         lines.append(f"  has {', '.join(optional)}")

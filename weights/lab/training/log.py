@@ -86,7 +86,8 @@ class Log:
     """Impressions in time order, all columns of length n. The arrays may be mapped from disk: do not write to them.
 
     `request_id` uint64: impressions shown together share it. `impression_ts`, `created_at`: Unix seconds, 0 unknown.
-    `user_id`, `post_id`, `author_id` uint64; a user of 0 is nobody. `product_surface` int64. `dwell_seconds` float32, 0 unknown.
+    `user_id`, `post_id`, `author_id` uint64; a user of 0 is nobody, an author of 0 is unknown. `product_surface` int64.
+    `dwell_seconds` float32, 0 unknown.
     `actions` bool `[n, A]` with names `action_names`. `unknown` bool `[n, A]`: where nobody knows whether the action was taken, and
     `actions` is False; None: all are known. `texts`: of the ids, if they are texts.
 
@@ -327,7 +328,8 @@ def log_checks(surfaces: int) -> dict[str, Check]:
     """How the values of a log's columns are checked, by name, for a model that knows so many product surfaces."""
     checks = CHECKS | OPTIONAL_CHECKS | {CODES: problem_of_codes}
     checks["product_surface"] = partial(problem_of_surfaces, surfaces=surfaces)
-    return {name: check for name, check in checks.items() if name != "user_id"}  # 0 is nobody
+    may_be_unknown = ("user_id", "author_id")  # 0 is nobody, and an unknown author
+    return {name: check for name, check in checks.items() if name not in may_be_unknown}
 
 
 def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:

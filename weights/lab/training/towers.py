@@ -83,14 +83,16 @@ class Pairs:
     """The requests of a log in which the user liked something, and the liked and ignored rows.
 
     `worth`: the weighted actions of each row; `requests`: those with a row of positive worth; `left`: rows without any action.
-    `key`: the post or the author of each row; `log_share` float32 `[n]`: the logarithm of how often a batch's post has that key.
+    `key`: the post or the author of each row, and the post where the author is unknown; `log_share` float32 `[n]`: the
+    logarithm of how often a batch's post has that key.
     """
 
     def __init__(self, examples: Examples, weights: Mapping[str, float], key: Literal["author", "post"]) -> None:
         log = examples.log
         self.examples = examples
         self.worth = log.actions @ np.array([weights.get(name, 0.0) for name in log.action_names])
-        self.key: NDArray[np.uint64] = log.author_id if key == "author" else log.post_id
+        is_by_author = (log.author_id != 0) & (key == "author")
+        self.key: NDArray[np.uint64] = np.where(is_by_author, log.author_id, log.post_id)
         request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
         liked, passed = self.worth > 0, ~log.actions.any(1)
         if log.unknown is not None:  # an action that nobody knows of may have been taken

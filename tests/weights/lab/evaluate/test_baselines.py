@@ -75,6 +75,16 @@ def test_an_action_that_never_happened_is_predicted_by_its_rate(world: World, ex
     assert all((each[FAVORITE] == 0).all() for each in found.values())
 
 
+def test_posts_of_unknown_authors_share_no_counts(world: World, examples: Examples) -> None:
+    """An author of 0 is unknown, and not one author who wrote all of these posts."""
+    log, frozen = world.log, int(examples.starts[len(examples) * 2 // 3])
+    unknown = Examples(replace(log, author_id=np.zeros_like(log.author_id)), examples.config)
+    features = history_features(unknown, frozen, FAVORITE, post_vectors(log.take(np.arange(frozen))))
+    assert not features[:, FEATURES.index("author count")].any()
+    assert not features[:, FEATURES.index("user's count of the author")].any()
+    assert np.ptp(features[:, FEATURES.index("author rate")]) == 0
+
+
 def test_newest_first_is_the_order_of_age(world: World, examples: Examples) -> None:
     split = int(np.searchsorted(examples.times, WORLD.test_ts))
     test = slice(int(examples.starts[split]), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec import structs
 
 from model.inputs import Candidates
 from tests.support.parts import write_rows
@@ -44,9 +46,20 @@ class Nights:
     examples: Examples
     checkpoint: Path
 
-    def serve(self, root: Path, day: int, *, is_empty: bool = False) -> None:
-        """Write what was served on a day as a part. `is_empty`: every history was left out by mistake."""
-        rows = [self._ranking(index, is_empty) for index in self._requests(day)]
+    def serve(
+        self,
+        root: Path,
+        day: int,
+        *,
+        is_empty: bool = False,
+        is_planned: bool = False,
+        change: Callable[[ServedRanking], ServedRanking] = lambda row: row,
+    ) -> None:
+        """Write what was served on a day as a part. `is_empty`: every history was left out by mistake; `is_planned`: all rankings are for
+        the end of the day; `change`: of each ranking, such as that of another model."""
+        rows = [change(self._ranking(index, is_empty)) for index in self._requests(day)]
+        if is_planned:
+            rows = [structs.replace(row, impression_ts=self._start(day + 1)) for row in rows]
         folder = root / "served" / f"date={date_of(self._start(day))}"
         folder.mkdir(parents=True)
         write_rows(folder / "part.parquet", rows)

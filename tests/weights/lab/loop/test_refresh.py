@@ -7,24 +7,30 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from msgspec import structs
 
 pytest.importorskip("duckdb")
 pytest.importorskip("sklearn")
 
+from model.synthetic import random_ranker
+from tests.support.parts import write_rows
 from tests.weights.call import run
 from tests.weights.lab.joining_rows import T0, ranking, write_part
 from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
-from weights.checkpoint import load_checkpoint
+from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.fetch import point
 from weights.lab.loop.turn import CONTINUED
 from weights.lab.training.log import read_log
+from weights.served import ServedRanking, read_part
 
 STEPS = ("Joining.", "Training.", "Judging.", "Decided.")
 """The lines that refresh prints at its steps."""
@@ -47,7 +53,11 @@ class Loop:
 
     def command(self, *options: object) -> list[str]:
         where = ("--served", self.root / "served", "--events", self.root / "events")
-        return [*map(str, ("refresh", *where, "--checkpoint", self.link, "--out", self.turns, *OPTIONS, *options))]
+        files = [*(self.root / "events").glob("*.parquet")]
+        ends = [pc.max(pq.read_table(file).column("event_ts")).as_py() for file in files]
+        until = ("--until", max(ends)) if ends else ()
+        places = ("--checkpoint", self.link, "--out", self.turns)
+        return [*map(str, ("refresh", *where, *places, *OPTIONS, *until, *options))]
 
     def refresh(self, *options: object) -> tuple[int, str]:
         return run(*self.command(*options))
@@ -309,6 +319,105 @@ def test_events_that_ended_are_named(loop: Loop) -> None:
     assert "hours older than the newest ranking" in said
     loop.nights.act(loop.root, 1)
     assert loop.refresh()[0] == 0, "when they have come, the night is taken"
+
+
+def test_a_night_that_training_refuses_is_joined_anew(loop: Loop) -> None:
+    """All of its posts are for one time, so no history comes before another."""
+    loop.night(0, {"is_planned": True})
+    code, said = loop.refresh()
+    assert (code, said.splitlines()[-1].count("holds only one time")) == (1, 1), said
+    loop.night(1)
+    code, said = loop.refresh()
+    assert (code in (0, 3), "Joining." in said) == (True, True), said
+    assert loop.figures(1)["join"]["joined_rankings"] > 200, "both nights"
+
+
+def moved_to(loop: Loop, actions: tuple[str, ...], **config: int) -> None:
+    """Move the link to an untrained model with these actions and changes of the configuration."""
+    manifest = load_checkpoint(loop.link).manifest
+    save_checkpoint(
+        loop.root / "other",
+        random_ranker(replace(manifest.config, actions=len(actions), **config)),
+        name="small",
+        action_names=actions,
+        continuous=manifest.continuous,
+        score_weights=manifest.score_weights,
+    )
+    point(loop.link, str(loop.root / "other"))
+
+
+def test_nights_of_other_actions_are_left_out_and_told(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    names = (*load_checkpoint(loop.link).manifest.action_names, "bookmark")
+    moved_to(loop, names)
+
+    def of_moved(row: ServedRanking) -> ServedRanking:
+        actions = np.pad(row.context.actions, ((0, 0), (0, 1)))
+        return structs.replace(
+            row, action_names=names, weights=np.ones(len(names)), context=replace(row.context, actions=actions)
+        )
+
+    loop.night(1, {"change": of_moved})
+    code, said = loop.refresh("--bound", "min_activity=0")
+    told = "1 earlier nights are left out of the training: the model that serves has other actions (00001)"
+    assert (code in (0, 3), told in said) == (True, True), said
+    assert told in (loop.turns / "turns/00002/report.md").read_text()
+    assert loop.figures(2)["left_out_nights"] == ["00001"]
+    (check,) = [check for check in loop.figures(2)["checks"] if check["name"] == "events"]
+    assert "the serving model expects" in check["sentence"], "what is usual is of other actions"
+
+
+def test_nights_with_and_without_codes_train_together(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    actions = load_checkpoint(loop.link).manifest.action_names
+    moved_to(loop, actions, code_levels=2, code_values=16)
+
+    def with_codes(code: int) -> Callable[[ServedRanking], ServedRanking]:
+        return lambda row: structs.replace(
+            row,
+            candidates=replace(row.candidates, codes=np.full((len(row.scores), 2), code)),
+            context=replace(row.context, codes=np.full((len(row.context), 2), code)),
+        )
+
+    for day, code in ((1, 1), (2, 17)):  # the model has no code 17
+        loop.night(day, {"change": with_codes(code)})
+        ended, said = loop.refresh("--bound", "min_activity=0")
+        assert ended in (0, 3), said
+        assert loop.figures(day + 1)["left_out_nights"] == []
+
+
+def test_rankings_of_parts_that_come_late_are_told(loop: Loop) -> None:
+    loop.night(0)
+    (part,) = (loop.root / "served").glob("*/*.parquet")
+    rows = [*read_part(part)]
+    late = part.with_name("late.parquet.open")
+    write_rows(part, rows[:-40])
+    write_rows(late, rows[-40:])
+    bound = "--bound", "min_activity=99"  # refused before it trains
+    code, said = loop.refresh(*bound)
+    assert (code, "1 parts are still being written" in said, "WARNING" in said) == (3, True, False), said
+    late.rename(late.with_suffix(""))
+    told = "WARNING: 40 rankings are in parts that came after their night was joined: no night has them"
+    code, said = loop.refresh(*bound)
+    assert (code, "Nothing new" in said, told in said) == (0, True, True), said
+    loop.night(1)
+    code, said = loop.refresh(*bound)
+    assert (code, told in said) == (3, True), said
+    assert told in (loop.turns / "turns/00002/report.md").read_text()
+    assert loop.figures(2)["join"]["late_rankings"] == 40
+    code, said = loop.refresh(*bound)
+    assert (code, "WARNING" in said) == (0, False), said
+
+
+def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
+    loop.night(0)
+    for day in (1, 2):
+        loop.nights.act(loop.root, day)
+    assert loop.refresh()[0] == 0
+    code, said = loop.refresh()
+    assert (code, "Nothing new" in said) == (0, True), said
 
 
 def test_what_cannot_be_used_is_refused_in_a_sentence(loop: Loop, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,23 @@ def test_it_learns_and_gives_the_same_bits(world: World) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     _, losses = trained(world)
     assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.3
+
+
+def test_posts_of_unknown_authors_are_told_apart(world: World) -> None:
+    """An author of 0 is unknown: two such posts are not of one author, and each is a negative for the other's user."""
+    log = replace(world.log, author_id=np.zeros_like(world.log.author_id))
+    ends = []
+    for key in ("author", "post"):
+        losses: list[float] = []
+        train_towers(
+            log,
+            towers_config(small_config()),
+            replace(FEW, steps=2, negatives_by=key),
+            until_ts=world.settings.test_ts,
+            report=lambda step, steps, loss, losses=losses: losses.append(loss),
+        )
+        ends.append(losses)
+    assert ends[0] == ends[1]
 
 
 def test_fifteen_default_steps_lead_where_they_always_led(world: World) -> None:
