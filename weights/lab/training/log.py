@@ -362,7 +362,8 @@ def check_requests(log: Log, place: Place) -> None:
     and not empty."""
     request, one = log.request_id, "impressions of one request_id differ in"
     begins = request[1:] != request[:-1]  # by time: a request's rows are adjacent
-    for name, values in (("user_id", log.user_id), ("context_id", log.context_id)):
+    columns = {"user_id": log.user_id, "context_id": log.context_id, "impression_ts": log.impression_ts}
+    for name, values in columns.items():
         if values is not None and (differs := ~begins & (values[1:] != values[:-1])).any():
             raise LogError(f"{place(int(differs.argmax()) + 1)}: {one} {name}")
     first = np.append(0, np.flatnonzero(begins) + 1)
