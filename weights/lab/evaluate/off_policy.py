@@ -70,14 +70,14 @@ def rankings_of(
     requests = np.arange(int(np.searchsorted(examples.times, since_ts)), len(examples))
     if not len(requests):
         raise LogError(f"no ranking of the log is from {since_ts} or later")
-    rows = np.arange(examples.starts[requests[0]], len(log))
+    shown = log.take(slice(int(examples.starts[requests[0]]), len(log)))
     score = predict(ranker, examples, requests, corrections=corrections).probabilities @ weights
     return Rankings(
-        request=np.unique(log.request_id[rows], return_inverse=True)[1],
-        user=np.unique(log.people[rows], return_inverse=True)[1],
-        position=np.asarray(log.position[rows]),
-        propensity=np.asarray(log.propensity[rows], np.float64),
-        reward=log.actions[rows] @ weights,
+        request=np.unique(shown.request_id, return_inverse=True)[1],
+        user=shown.people,
+        position=np.asarray(shown.position),
+        propensity=np.asarray(shown.propensity, np.float64),
+        reward=shown.actions @ weights,
         score=score.astype(np.float64),
         predicted=score.astype(np.float64),
     )

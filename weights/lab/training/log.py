@@ -150,10 +150,12 @@ class Log:
         return np.asarray(self.actions.sum(0) / np.maximum(len(self) - self.unknown.sum(0), 1))
 
     @property
-    def people(self) -> NDArray[np.uint64]:
-        """Who is who, uint64 `[n]`: the user, and for nobody the request, since each may be of somebody else."""
+    def people(self) -> NDArray[np.int64]:
+        """Who is who, numbers from 0, int64 `[n]`: one for each user, and of nobody one for each request, since each may be of somebody
+        else."""
         nobody = self.user_id == 0
-        return np.where(nobody, self.request_id, self.user_id) if nobody.any() else self.user_id
+        ids = np.unique(np.where(nobody, self.request_id, self.user_id), return_inverse=True)[1]
+        return np.unique(2 * ids + nobody, return_inverse=True)[1]  # a user may have the number of a request
 
     @property
     def requests(self) -> int:
