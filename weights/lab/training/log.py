@@ -188,6 +188,11 @@ def date_of(unix_seconds: int) -> str:
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d")
 
 
+def time_words(unix_seconds: int) -> str:
+    """A time as `1998-04-22 (Unix seconds 893286638)`."""
+    return f"{date_of(unix_seconds)} (Unix seconds {unix_seconds})"
+
+
 def write_log(path: Path, log: Log) -> None:
     """Write the impressions as Parquet; with one version of pyarrow, equal logs give equal bytes. Contexts as served are not written."""
     arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()}
