@@ -89,7 +89,13 @@ class Demo:
         ranker = train(log, decided.config, decided.settings, dwell_output=0)
         path = self.root / "first"
         save_checkpoint(
-            path, ranker, name="loop", action_names=ACTION_NAMES, continuous=(DWELL_TIME,), score_weights=REWARD
+            path,
+            ranker,
+            name="loop",
+            action_names=ACTION_NAMES,
+            continuous=(DWELL_TIME,),
+            score_weights=REWARD,
+            training=decided.record(),
         )
         point(self.link, path.name)
         self.frozen: Engine = create_engine(

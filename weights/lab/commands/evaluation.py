@@ -45,8 +45,8 @@ def calibrate_(
         share = kept_share(kept)
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
-        start = since_of(since, manifest)
         impressions = aligned(log_of(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
+        start = since_of(since, manifest, impressions)
         if start > impressions.impression_ts[0]:
             check_split(impressions, start)
         examples = Examples(impressions, manifest.config)
@@ -92,7 +92,9 @@ def off_policy_(
         manifest = loaded.manifest
         impressions = aligned(log_of(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
         weights = np.array([manifest.score_weights.get(name, 0.0) for name in manifest.action_names])
-        rankings = rankings_of(loaded.ranker, impressions, since_of(since, manifest), weights, manifest.corrections)
+        rankings = rankings_of(
+            loaded.ranker, impressions, since_of(since, manifest, impressions), weights, manifest.corrections
+        )
         estimates = off_policy(rankings, temperature, places)
     for line in estimates.lines():
         say(line)
@@ -129,7 +131,7 @@ def eval_(
             log_of(source, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names
         )
         facts = load_facts(world_directory, impressions.action_names) if world_directory else None
-        test_ts = facts.test_ts if facts else since_of(since, manifest)
+        test_ts = facts.test_ts if facts else since_of(since, manifest, impressions)
         with progress_bar() as bar:
             evaluation = evaluate(
                 loaded.ranker, impressions, test_ts, manifest.score_weights, facts,

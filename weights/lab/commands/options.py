@@ -102,13 +102,26 @@ def time_of(text: str) -> int:
         raise CheckpointError(f"{text!r} is neither a day such as 1998-03-05 nor Unix seconds.") from error
 
 
-def since_of(since: str, manifest: Manifest) -> int:
+def trained_until(manifest: Manifest) -> int | None:
+    """The time, Unix seconds, from which on no training of this checkpoint saw anything; None if the manifest does not say."""
+    until = manifest.training.get("until_ts")
+    return until if type(until) is int else None
+
+
+def since_of(since: str, manifest: Manifest, log: Log) -> int:
+    """The time from which on a checkpoint is measured on a log: `--since`, or where its training ended. Raises CheckpointError."""
     if since:
         return time_of(since)
-    until = manifest.training.get("until_ts")
-    if type(until) is not int:
+    until = trained_until(manifest)
+    if until is None:
         raise CheckpointError(
             "The checkpoint does not say where its training ended: give --since, a time after which it saw nothing."
+        )
+    if until > log.impression_ts[-1]:
+        from weights.lab.training.log import time_words
+
+        raise CheckpointError(
+            f"The checkpoint was trained until {time_words(until)}, and the log covers {log.span}: give a newer log."
         )
     return until
 

@@ -47,6 +47,7 @@ from weights.lab.commands.options import (
     names_of,
     naming,
     time_of,
+    trained_until,
     training_report,
     with_settings,
 )
@@ -168,6 +169,7 @@ def train(
         from weights.lab.runs import Task, keep_best
         from weights.lab.training.curve import CURVE_NAME, curve_lines
         from weights.lab.training.log import aligned
+        from weights.lab.training.run import validation_begins
 
         if seeds > 1 and search > 1:
             raise CheckpointError("--seeds and --search both train several times: give one of them.")
@@ -189,7 +191,8 @@ def train(
         base = begun.manifest.config if begun else _architecture(_base(chosen[2]), changed, preset)
         impressions = log_of(log, ids, base.product_surfaces, cache)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
-        plan = _plan(impressions, seed, chosen)
+        start_until_ts = trained_until(begun.manifest) if begun else None
+        plan = _plan(impressions, seed, chosen, start_until_ts)
         architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
         outputs, dwell = _outputs(architecture, begun)
         _say_plan(plan, impressions, architecture)
@@ -200,9 +203,16 @@ def train(
             say(
                 f"The calibration of {start} is left out, for it is not that of the new weights: `calibrate` makes another."
             )
+        training = plan.record()
+        is_end_known = not begun or start_until_ts is not None
+        if not is_end_known:
+            training["until_ts"] = None
+            say(
+                f"{start} does not say until when it was trained: eval needs --since, a time after which it saw nothing."
+            )
         labels: dict[str, Any] = {
             "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
-            "continuous": outputs, "training": plan.record(),
+            "continuous": outputs, "training": training,
         }  # fmt: skip
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
@@ -214,6 +224,8 @@ def train(
         )  # fmt: skip
         best = keep_best(task, plan, seeds, search, say)
         own_validation = best.own_validation.lines()
+        if start_until_ts and validation_begins(impressions, plan.until_ts, best.run.settings) < start_until_ts:
+            own_validation.append(f"{start} was trained on some of these requests, so its own validation is too good.")
         for line in own_validation:
             say(line)
         labels["training"] |= best.record | {"own_validation": own_validation}
@@ -227,7 +239,8 @@ def train(
         )
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
     if plan.until_ts is not None:
-        say(f"To evaluate it: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report")
+        since = "" if is_end_known else f" --since {plan.until_ts}"
+        say(f"To evaluate it: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report{since}")
 
 
 PlanArguments = tuple[int | None, bool, dict[str, Any]]
@@ -256,10 +269,10 @@ def _say_plan(plan: Plan, log: Log, config: ModelConfig) -> None:
         say(line)
 
 
-def _plan(log: Log, seed: int, chosen: PlanArguments) -> Plan:
+def _plan(log: Log, seed: int, chosen: PlanArguments, start_until_ts: int | None = None) -> Plan:
     from weights.lab.training.choices import plan
 
-    return plan(log, seed, *chosen)
+    return plan(log, seed, *chosen, start_until_ts)
 
 
 def _begun(start: Path, ids: IdKind) -> Checkpoint:

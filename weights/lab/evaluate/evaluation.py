@@ -232,9 +232,9 @@ class Judge:
     @classmethod
     def of(cls, log: Log) -> Judge:
         """The judge of these impressions, which are in time order."""
-        users, user = np.unique(log.people, return_inverse=True)
+        user = log.people
         _, first, request = np.unique(log.request_id, return_index=True, return_inverse=True)
-        return cls(log, user, request, user[first], draws_of(len(users)))
+        return cls(log, user, request, user[first], draws_of(int(user.max()) + 1))
 
     def measured(
         self, happened: NDArray[np.bool_], score: metrics.Array, is_known: NDArray[np.bool_] | slice = slice(None)

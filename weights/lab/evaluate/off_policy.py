@@ -70,14 +70,14 @@ def rankings_of(
     requests = np.arange(int(np.searchsorted(examples.times, since_ts)), len(examples))
     if not len(requests):
         raise LogError(f"no ranking of the log is from {since_ts} or later")
-    rows = np.arange(examples.starts[requests[0]], len(log))
+    shown = log.take(slice(int(examples.starts[requests[0]]), len(log)))
     score = predict(ranker, examples, requests, corrections=corrections).probabilities @ weights
     return Rankings(
-        request=np.unique(log.request_id[rows], return_inverse=True)[1],
-        user=np.unique(log.people[rows], return_inverse=True)[1],
-        position=np.asarray(log.position[rows]),
-        propensity=np.asarray(log.propensity[rows], np.float64),
-        reward=log.actions[rows] @ weights,
+        request=np.unique(shown.request_id, return_inverse=True)[1],
+        user=shown.people,
+        position=np.asarray(shown.position),
+        propensity=np.asarray(shown.propensity, np.float64),
+        reward=shown.actions @ weights,
         score=score.astype(np.float64),
         predicted=score.astype(np.float64),
     )
@@ -115,7 +115,8 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
     """Estimate the reward of another ranker that explores with this temperature, in units of its scores.
 
     Rankings that were served without exploration are left out. Raises LogError for a log without any other, which says nothing about other
-    orders, and for rankings of which the log lacks posts.
+    orders, and for rankings of which the log lacks posts or places: those whose `position` is not 1 … n, or whose last post was not sure of
+    its place.
     """
     explored = np.isin(rankings.request, rankings.request[rankings.propensity > 0])
     if not explored.any():
@@ -123,10 +124,11 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
     left_out = len(np.unique(rankings.request[~explored]))
     table = _padded(rankings.take(explored), places)
     last = table.propensity[np.arange(len(table.reward)), table.is_there.sum(1) - 1]
-    if (last < WHOLE).any():  # whatever is left gets the last place for sure
+    is_partial = ~table.has_all_places | (last < WHOLE)  # whatever is left gets the last place for sure
+    if is_partial.any():
         raise LogError(
-            f"{int((last < WHOLE).sum())} of {len(last)} rankings lack posts that were ranked but are not in the log, so the probabilities "
-            "of other orders are not known"
+            f"{int(is_partial.sum())} of {len(last)} rankings lack posts that were ranked, or their places, so the probabilities of other "
+            "orders are not known: serve the log without top_k, and join it without shown events"
         )
     weights, direct = _weights(table, temperature, places)
     count = len(table.reward)
@@ -185,10 +187,11 @@ def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats, se
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """Rankings as rows, their posts in the order of their places, `[R, C]`; `user` `[R]`. Where a ranking has fewer posts, `is_there` is
-    False, rewards are 0, propensities 1 and scores −inf."""
+    """Rankings as rows, their posts in the order of their places, `[R, C]`; `user` `[R]`; `has_all_places` `[R]`: their
+    positions are 1 … n. Where a ranking has fewer posts, `is_there` is False, rewards are 0, propensities 1 and scores −inf."""
 
     user: NDArray[np.int64]
+    has_all_places: NDArray[np.bool_]
     is_there: NDArray[np.bool_]
     propensity: Floats
     reward: Floats
@@ -209,10 +212,12 @@ def _padded(rankings: Rankings, places: int) -> _Table:
         padded[row, column] = values[order]
         return padded
 
+    is_in_place = rankings.position[order] == column + 1
     is_there = np.zeros(shape, bool)
     is_there[row, column] = True
     return _Table(
         rankings.user[order][first],
+        np.logical_and.reduceat(is_in_place, first),
         is_there,
         np.where(is_there, table(rankings.propensity, 1.0), 1.0),
         table(rankings.reward, 0.0),

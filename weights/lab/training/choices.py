@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from model.config import ModelConfig
 from weights.actions import default_score_weights
 from weights.lab.counts import rates_pass, repeated_share
-from weights.lab.training.log import Log, date_of, distinct
+from weights.lab.training.log import Log, date_of, distinct, time_words
 from weights.lab.training.run import check_split
 from weights.lab.training.settings import TrainSettings, demo_config, hashes, replaced
 from weights.tables import LogError
@@ -82,6 +82,7 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How to train on a log. `until_ts`: training ends before this time, Unix seconds; None: with the log. `summary`: the log in a line.
+    `seen_until_ts`: what was shown from then on, Unix seconds, neither this training sees nor the one that it goes on from saw.
 
     `overrides`: what the caller decided instead, by the names that `--set` takes.
     """
@@ -89,6 +90,7 @@ class Plan:
     summary: str
     choices: tuple[Choice, ...]
     until_ts: int | None
+    seen_until_ts: int
     config: ModelConfig
     settings: TrainSettings
     score_weights: dict[str, float]
@@ -108,7 +110,7 @@ class Plan:
         """The plan as JSON values, for the manifest."""
         return {
             "log": self.summary,
-            "until_ts": self.until_ts,
+            "until_ts": self.seen_until_ts,
             "choices": [{"seen": choice.seen, "decided": choice.decided} for choice in self.choices],
             "settings": asdict(self.settings),
         }
@@ -120,10 +122,12 @@ def plan(
     until_ts: int | None = None,
     hold_out: bool = True,
     overrides: Mapping[str, Any] | None = None,
+    start_until_ts: int | None = None,
 ) -> Plan:
     """Decide from the log what it can decide. `until_ts`: the split, where the caller knows it; else the newest fifth is held out, or
     nothing if not `hold_out`. `overrides`: values that replace those chosen, by the names of TrainSettings, of the plain fields of
-    ModelConfig and of the tables (`user_rows`, `post_rows`, `author_rows`).
+    ModelConfig and of the tables (`user_rows`, `post_rows`, `author_rows`). `start_until_ts`: the checkpoint that training goes on from was
+    trained until then, Unix seconds; nothing earlier is held out.
 
     Raises LogError, in one sentence that names the log's range, for a log from which nothing can be learned, and ConfigError or
     ValueError for overrides whose names or values cannot be.
@@ -132,7 +136,7 @@ def plan(
     if unknown := (overrides or {}).keys() - names - {f"{kind}_rows" for kind in SALTS}:
         raise ValueError(f"there is no setting {sorted(unknown)[0]!r}")
     _check_learnable(log, "the log")
-    until, split = _split(log, until_ts, hold_out)
+    until, split = _split(log, until_ts, hold_out, start_until_ts)
     past = log if until is None else log.before(until)
     _check_learnable(past, "the training period")
     new = new_shares(past)
@@ -149,6 +153,7 @@ def plan(
         _summary(log),
         choices,
         until,
+        max(until or int(log.impression_ts[-1]) + 1, start_until_ts or 0),
         replaced(config, values),
         replaced(TrainSettings(seed=seed), values),
         weights,
@@ -181,9 +186,16 @@ def _summary(log: Log) -> str:
     )
 
 
-def _split(log: Log, until_ts: int | None, hold_out: bool) -> tuple[int | None, Choice]:
+def _split(
+    log: Log, until_ts: int | None, hold_out: bool, start_until_ts: int | None = None
+) -> tuple[int | None, Choice]:
+    trained = f"the checkpoint of --start was trained until {time_words(start_until_ts or 0)}"
     if until_ts is not None:
         check_split(log, until_ts)
+        if start_until_ts and until_ts < start_until_ts:
+            raise LogError(
+                f"{trained}, so what would be held out from {until_ts} on is not new to it: give a later --until, or --until all"
+            )
         before = float((log.impression_ts < until_ts).mean())
         return until_ts, Choice(f"split given: {date_of(until_ts)}", f"train on {before:.0%}, hold out the rest")
     if not hold_out:
@@ -191,8 +203,14 @@ def _split(log: Log, until_ts: int | None, hold_out: bool) -> tuple[int | None, 
     until = int(log.impression_ts[int(len(log) * (1 - NEWEST_SHARE))])
     if until == log.impression_ts[0]:
         until = int(log.impression_ts[log.impression_ts > until][0])
+    if start_until_ts and until < start_until_ts:
+        if start_until_ts > log.impression_ts[-1]:
+            raise LogError(
+                f"{trained}, and the log covers {log.span}, so nothing is left to hold out: give a newer log, or --until all"
+            )
+        return start_until_ts, Choice(trained, "hold out what is newer for eval; --until all trains on it too")
     return until, Choice(
-        f"newest {NEWEST_SHARE:.0%} of the impressions begin on {date_of(until)} (Unix seconds {until})",
+        f"newest {NEWEST_SHARE:.0%} of the impressions begin on {time_words(until)}",
         "hold them out for eval",
     )
 

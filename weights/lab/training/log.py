@@ -151,10 +151,12 @@ class Log:
         return np.asarray(self.actions.sum(0) / np.maximum(len(self) - self.unknown.sum(0), 1))
 
     @property
-    def people(self) -> NDArray[np.uint64]:
-        """Who is who, uint64 `[n]`: the user, and for nobody the request, since each may be of somebody else."""
+    def people(self) -> NDArray[np.int64]:
+        """Who is who, numbers from 0, int64 `[n]`: one for each user, and of nobody one for each request, since each may be of somebody
+        else."""
         nobody = self.user_id == 0
-        return np.where(nobody, self.request_id, self.user_id) if nobody.any() else self.user_id
+        ids = np.unique(np.where(nobody, self.request_id, self.user_id), return_inverse=True)[1]
+        return np.unique(2 * ids + nobody, return_inverse=True)[1]  # a user may have the number of a request
 
     @property
     def requests(self) -> int:
@@ -185,6 +187,11 @@ def distinct(ids: NDArray[np.uint64]) -> pa.UInt64Array:
 def date_of(unix_seconds: int) -> str:
     """The day of a time, in UTC, as `1998-04-22`."""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d")
+
+
+def time_words(unix_seconds: int) -> str:
+    """A time as `1998-04-22 (Unix seconds 893286638)`."""
+    return f"{date_of(unix_seconds)} (Unix seconds {unix_seconds})"
 
 
 def write_log(path: Path, log: Log) -> None:
@@ -364,7 +371,8 @@ def check_requests(log: Log, place: Place) -> None:
     and not empty."""
     request, one = log.request_id, "impressions of one request_id differ in"
     begins = request[1:] != request[:-1]  # by time: a request's rows are adjacent
-    for name, values in (("user_id", log.user_id), ("context_id", log.context_id)):
+    columns = {"user_id": log.user_id, "context_id": log.context_id, "impression_ts": log.impression_ts}
+    for name, values in columns.items():
         if values is not None and (differs := ~begins & (values[1:] != values[:-1])).any():
             raise LogError(f"{place(int(differs.argmax()) + 1)}: {one} {name}")
     first = np.append(0, np.flatnonzero(begins) + 1)

@@ -18,7 +18,7 @@ from weights.lab.counts import smoothed_labels
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log, date_of
 from weights.lab.training.settings import VALIDATION_SHARE, TrainSettings
-from weights.lab.training.state import load_state, save_state
+from weights.lab.training.state import identity_of, load_state, save_state
 from weights.lab.training.trainer import Status, Trainer
 from weights.tables import LogError
 from weights.values import time_problem
@@ -42,7 +42,7 @@ def train(
     of the continuous outputs, or by none. `state`: a directory that keeps the run, for `resume`.
 
     Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
-    Raises LogError for a split outside the log or a log too small to split, StateError if `resume` finds no state in `state`,
+    Raises LogError for a split outside the log or a log too small to split, StateError if `resume` finds no state of this run in `state`,
     ValueError if `device` is not available, TrainingError if the validation loss never was finite.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -56,9 +56,12 @@ def train(
         examples.smoothed = smoothed_labels(examples, int(examples.stops[parts[0][-1]]), settings.counts_share)
     with alone_in(state) if state else nullcontext(), reproducible(settings.threads):
         trainer = Trainer(examples, *parts, settings, start, dwell_output)
-        if resume and state:
-            load_state(trainer, state)
-        return trainer.run(report, lambda run: save_state(run, state) if state else None).cpu()
+        if state is None:
+            return trainer.run(report, lambda run: None).cpu()
+        identity = identity_of(log, config, settings, until_ts, start, dwell_output)
+        if resume:
+            load_state(trainer, state, identity)
+        return trainer.run(report, lambda run: save_state(run, state, identity)).cpu()
 
 
 @contextmanager
@@ -87,6 +90,14 @@ def validation_requests(examples: Examples, until_ts: int | None, share: float =
     """The requests that `train` validates on, from which no step learned: all of the last `share` of the training period."""
     requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
     return split(requests, requests, share)[1]
+
+
+def validation_begins(log: Log, until_ts: int | None, settings: TrainSettings) -> int:
+    """The time of the first request that `train` validates on, Unix seconds."""
+    past = log if until_ts is None else log.before(until_ts)
+    _, validation = split(past.requests, settings.validation_requests, settings.validation_share)
+    starts = np.flatnonzero(np.append(True, past.request_id[1:] != past.request_id[:-1]))
+    return int(past.impression_ts[starts[validation[0]]])
 
 
 def split(

@@ -213,6 +213,62 @@ def test_a_checkpoint_goes_on_with_the_log_of_the_next_day(
     assert tomorrow.score_weights["favorite"] == 1
 
 
+def test_what_start_was_trained_on_is_never_held_out(log: Path, tmp_path: Path) -> None:
+    """Yesterday on the whole log, today with a day more: only that day says how good the ranker is."""
+    table = pq.read_table(log)
+    times = table["impression_ts"].to_numpy()
+    today = int(times.max()) - 86_400
+    pq.write_table(table.filter(pa.array(times < today)), tmp_path / "yesterday.parquet")
+    seen = int(times[times < today].max()) + 1
+    few = settings(["epochs=0.02", "validation_requests=4", "counts_share=0"])
+    first = (
+        "--config",
+        log.with_name("config.json"),
+        "--until",
+        "all",
+        "--out",
+        tmp_path / "start",
+        "--score-weights",
+        "favorite=1",
+    )
+    made = call("train", "--log", tmp_path / "yesterday.parquet", *first, *few)
+    assert made.exit_code == 0, made.output
+    assert load_manifest(tmp_path / "start").training["until_ts"] == seen
+    on = ("train", "--log", log, "--start", tmp_path / "start", *few)
+    result = call(*on, "--out", tmp_path / "on")
+    assert result.exit_code == 0, result.output
+    assert f"was trained until 2026-06-09 (Unix seconds {seen})" in result.stdout
+    assert "its own validation is too good" in result.stdout
+    assert load_manifest(tmp_path / "on").training["until_ts"] == seen
+
+
+def test_a_hold_out_that_start_was_trained_on_is_refused(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
+    until = load_manifest(trained[0]).training["until_ts"]
+    words = ("train", "--log", log, "--start", trained[0], "--out", tmp_path / "on")
+    earlier = call(*words, "--until", until - 1)
+    assert (earlier.exit_code, "--until all" in earlier.stderr) == (1, True), earlier.output
+    assert f"was trained until 2026-06-09 (Unix seconds {until})" in earlier.stderr.replace("\n", " ")
+    table = pq.read_table(log)
+    pq.write_table(table.filter(pa.array(table["impression_ts"].to_numpy() < until)), tmp_path / "old.parquet")
+    old = call("train", "--log", tmp_path / "old.parquet", *words[3:])
+    assert (old.exit_code, "nothing is left to hold out" in old.stderr.replace("\n", " ")) == (1, True), old.output
+    judged = call("eval", "--checkpoint", trained[0], "--log", tmp_path / "old.parquet", "--out", tmp_path / "r")
+    assert (judged.exit_code, "give a newer log" in judged.stderr.replace("\n", " ")) == (1, True), judged.output
+
+
+def test_start_that_does_not_say_its_end_leaves_it_open(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(trained[0], start)
+    replace_manifest(start, structs.replace(load_manifest(start), training={}, version="").versioned())
+    few = settings(["epochs=0.02", "validation_requests=4"])
+    made = call("train", "--log", log, "--start", start, "--out", tmp_path / "on", *few)
+    assert made.exit_code == 0, made.output
+    assert "does not say until when it was trained" in made.stdout
+    assert re.search(r"phoenix-ranker eval .* --since \d+", made.stdout)
+    judged = call("eval", "--checkpoint", tmp_path / "on", "--log", log, "--out", tmp_path / "r")
+    assert (judged.exit_code, "give --since" in judged.stderr) == (1, True), judged.output
+
+
 def test_a_checkpoint_that_goes_on_keeps_its_score(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     start = tmp_path / "start"
     shutil.copytree(trained[0], start)

@@ -113,12 +113,21 @@ def test_rankings_without_exploration_are_left_out() -> None:
     assert estimates.lines()[0] == f"left out: {estimates.left_out:,} rankings, served without exploration"
 
 
-def test_a_log_that_lacks_ranked_posts_is_refused() -> None:
+@pytest.mark.parametrize("lacking", range(1, POSTS + 1))
+def test_a_log_that_lacks_ranked_posts_is_refused(lacking: int) -> None:
     rankings = Market(1).logged()
-    kept = rankings.position < POSTS
-    partial = Rankings(**{name: getattr(rankings, name)[kept] for name in Rankings.__dataclass_fields__})
-    with pytest.raises(LogError, match="lack posts that were ranked"):
-        off_policy(partial, TEMPERATURE)
+    is_there = (rankings.position != lacking) | (rankings.request % 3 > 0)
+    with pytest.raises(LogError, match="100 of 300 rankings lack posts that were ranked"):
+        off_policy(rankings.take(is_there), TEMPERATURE)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_log_that_does_not_tell_the_order_is_refused(place: int) -> None:
+    """Places that are unknown, or the same for two posts."""
+    rankings = Market(1).logged()
+    position = np.where(rankings.position == 2, place, rankings.position)
+    with pytest.raises(LogError, match="300 of 300 rankings lack posts that were ranked, or their places"):
+        off_policy(replace(rankings, position=position), TEMPERATURE)
 
 
 def test_the_command_estimates_and_refuses(world: World, tmp_path: Path) -> None:

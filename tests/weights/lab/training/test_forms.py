@@ -217,6 +217,20 @@ def test_one_request_at_two_times_is_named_by_its_row(table: pa.Table, tmp_path:
         read_log(tmp_path / "log.parquet")
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_request_of_two_times_in_a_row_is_named(is_cached: bool, table: pa.Table, tmp_path: Path) -> None:
+    """No other request lies between its rows once they are sorted by time."""
+    times, requests = table["impression_ts"].to_pylist(), table["request_id"].to_pylist()
+    newest = max(zip(times, requests, strict=True))[1]
+    rows = [row for row in range(ROWS) if requests[row] == newest]
+    assert len(rows) > 1
+    times[rows[1]] += 1
+    table = table.set_column(table.column_names.index("impression_ts"), "impression_ts", pa.array(times))
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(LogError, match=rf"row {rows[1] + 1}: impressions of one request_id differ in impression_ts"):
+        read_log(tmp_path / "log.parquet", cache=tmp_path / "cache" if is_cached else None)
+
+
 def test_two_formats_in_a_directory_are_refused(table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     (tmp_path / "b.csv").write_bytes(csv(table))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 pytest.importorskip("pyarrow")
 
+from model.synthetic import random_ranker
 from tests.weights.lab.training.small_run import TRAINING, small_config
 from weights.lab.counts import smoothed_labels
 from weights.lab.training.examples import Examples
@@ -71,6 +74,41 @@ def test_a_state_that_cannot_go_on_is_refused(content: bytes | str | None, world
         (tmp_path / STATE_NAME).write_bytes(content)
     with pytest.raises(StateError, match=STATE_NAME):
         train(world.log, small_config(), SHORT, state=tmp_path, resume=True)
+
+
+OTHER_RUNS: dict[str, Callable[[World], dict[str, Any]]] = {
+    "until_ts": lambda world: {"until_ts": world.settings.test_ts},
+    "learning_rate": lambda world: {"settings": replace(SHORT, learning_rate=1e-4)},
+    "history_length": lambda world: {"config": replace(small_config(), history_length=12)},
+    "impressions": lambda world: {"log": world.log.since(int(world.log.impression_ts[0]) + 86_400)},
+    "actions_taken": lambda world: {"log": replace(world.log, actions=world.log.actions & (world.log.post_id % 2 == 0)[:, None])},
+    "start": lambda world: {"start": random_ranker(small_config(), 1)},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def state_of_a_run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    state = tmp_path_factory.mktemp("state")
+    train(world.log, small_config(), SHORT, state=state)
+    return state
+
+
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_the_state_of_another_run_is_refused(name: str, world: World, state_of_a_run: Path) -> None:
+    before = (state_of_a_run / STATE_NAME).read_bytes()
+    other = {"log": world.log, "config": small_config(), "settings": SHORT} | OTHER_RUNS[name](world)
+    with pytest.raises(StateError, match=rf"{STATE_NAME} is of another run: .*\b{name} was .*leave out --resume"):
+        train(**other, state=state_of_a_run, resume=True)
+    assert (state_of_a_run / STATE_NAME).read_bytes() == before
+
+
+def test_a_run_from_a_checkpoint_goes_on_from_its_state(world: World, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"log": world.log, "config": small_config(), "settings": SHORT, "state": tmp_path}
+    whole = train(**run, start=random_ranker(small_config(), 1)).state_dict()
+    again = train(**run, start=random_ranker(small_config(), 1), resume=True).state_dict()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    with pytest.raises(StateError, match=r"is of another run: start was "):
+        train(**run, start=random_ranker(small_config(), 2), resume=True)
 
 
 def test_a_split_outside_the_log_is_refused_with_the_logs_range(world: World) -> None:

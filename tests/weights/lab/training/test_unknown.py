@@ -16,7 +16,7 @@ from tests.weights.call import call
 from tests.weights.lab.training.small_run import small_config, small_trainer
 from weights.lab.counts import count_probabilities
 from weights.lab.evaluate.calibration import Fit, calibrate, fit
-from weights.lab.evaluate.evaluation import evaluate
+from weights.lab.evaluate.evaluation import Judge, evaluate
 from weights.lab.evaluate.metrics import auc
 from weights.lab.evaluate.predict import predict, rows_of
 from weights.lab.training.examples import Examples, HiddenShares
@@ -98,6 +98,25 @@ def test_impressions_of_nobody_are_in_no_history(world: World, tmp_path: Path) -
         evaluation.users
         == len(np.unique(examples.users[tested & (examples.users > 0)])) + (tested & (examples.users == 0)).sum()
     )
+
+
+def test_nobody_is_never_a_user_of_the_same_number(world: World) -> None:
+    """A user's id may be the id of somebody's request."""
+    log = world.log
+    is_nobody = log.request_id % 2 == 0
+    numbers = np.unique(log.request_id[is_nobody])
+    collide, apart = (
+        replace(log, user_id=np.where(is_nobody, 0, names[log.user_id % 40]).astype(np.uint64))
+        for names in (numbers[-40:], np.arange(40, dtype=np.uint64) + 2**60)
+    )
+    score = np.random.default_rng(1).random(len(log)) + is_nobody
+    happened = log.actions[:, log.action_names.index(ACTION)]
+    figures = [
+        {name: sampled.value for name, sampled in Judge.of(one).measured(happened, score).items()}
+        for one in (collide, apart)
+    ]
+    assert figures[0] == pytest.approx(figures[1])
+    assert len(np.unique(collide.people)) == len(np.unique(log.user_id[~is_nobody] % 40)) + len(numbers)
 
 
 def test_no_metric_counts_what_is_unknown(world: World) -> None:
