@@ -25,7 +25,7 @@ from weights.commands.console import (
     show,
 )
 from weights.errors import CheckpointError
-from weights.format.writer import check_target, refused_writing
+from weights.format.writer import check_target, refused_writing, write_whole
 from weights.lab.commands.options import REFUSED, Cache, LogFile, Until, WorldSet, naming, time_of, with_settings
 
 TowerSet = Annotated[
@@ -200,7 +200,8 @@ def eval_retrieval(
                 most_queries=queries, progress=partial(bar, "queries"),
             )  # fmt: skip
         if out is not None:
-            out.write_text(json.dumps(recalls.record(), indent=1) + "\n")
+            figures = json.dumps(recalls.record(), indent=1) + "\n"
+            write_whole(out, lambda new: new.write_text(figures))
     say(recalls.verdict())
     say(
         f"{recalls.queries:,} requests of {recalls.users:,} users with {recalls.liked:,} liked posts, among {recalls.posts:,} posts"

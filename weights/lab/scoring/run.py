@@ -137,7 +137,7 @@ def _claim(out: Path, run: Run) -> None:
     """Write the description of the run to `out`, or check that it is already there. Raises RunError."""
     description, file = json.loads(json.dumps(asdict(run))), out / "run.json"
     if not file.exists():
-        if {path.name for path in out.iterdir()} - {"run.new"}:  # that of a killed run
+        if not all(path.name.startswith(f".{file.name}.") for path in out.iterdir()):  # those are of a killed run
             raise RunError(f"{out} holds something else: choose another place")
         write_whole(file, lambda new: new.write_text(json.dumps(description, indent=1)))
     try:
