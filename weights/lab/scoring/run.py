@@ -25,7 +25,7 @@ from weights.format.writer import alone_in, name_whole, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
 from weights.lab.training.contexts import open_contexts
 from weights.lab.training.log import action_names, checked_columns, open_log
-from weights.table_files import Table, check_unchanged, files_of, place_of, tables_of
+from weights.table_files import Table, Unchanged, check_unchanged, files_of, place_of, tables_of
 from weights.tables import LogError
 
 PARTITION_ROWS = 500_000
@@ -45,7 +45,7 @@ class RunError(ValueError):
 class Run:
     """Everything that determines the output's bytes. `log`: path, size in bytes and modification time of each file."""
 
-    log: list[tuple[str, int, int]]
+    log: Unchanged
     rows: int
     partitions: int
     since_ts: int

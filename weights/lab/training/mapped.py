@@ -50,17 +50,21 @@ def mapped_log(
 ) -> tuple[Log, ServedContexts | None]:
     """A log whose columns are mapped from its sorted copy in `cache` (None: `default_cache()`), which is made if it is not there.
 
-    The copy is of these files, as they are now: their paths, sizes and times. Raises LogError, which names the file and the row.
+    The copy is of these files, as they are now: their paths, sizes and times. Where a file system says nothing that changes with a file,
+    it is made again each time. Raises LogError, which names the file and the row, or the cache where that cannot be written.
     """
     actions = action_names(source.schema, where)
     cache = cache or default_cache()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    described = [FORMAT, files_of(source), files_of(contexts) if contexts else None, ids, surfaces, source.schema.names]
+    of_log, of_contexts = files_of(source), files_of(contexts) if contexts else None
+    described = [FORMAT, of_log, of_contexts, ids, surfaces, source.schema.names]
     copy = cache / xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
     if not copy.exists():
         with written_beside(copy) as partial_copy:
             partial_copy.chmod(0o700)
             _write(partial_copy, source, contexts, where, ids, surfaces, progress)
+    if any(mark is None for *_, mark in (*of_log, *(of_contexts or ()))):
+        shutil.rmtree(copy, ignore_errors=True)
     try:
         columns: dict[str, Any] = dict(mapped_columns(copy / LOG))
         rows = columns.pop("row")
