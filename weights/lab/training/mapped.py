@@ -141,10 +141,11 @@ def _code_levels(source: Table) -> int:
     """How many levels of content codes some row of the log has. Raises LogError."""
     if CODES not in source.schema.names:
         return 0
-    levels: list[int] = [
-        rows_of_lists(table, CODES, source.files[0]).shape[1] for table in tables_of(source, PIECE_ROWS, [CODES])
-    ]
-    return max(levels)
+    done, most = 0, 0
+    for table in tables_of(source, PIECE_ROWS, [CODES]):
+        most = max(most, rows_of_lists(table, CODES, partial(_place, source, done)).shape[1])
+        done += len(table)
+    return most
 
 
 def _place(source: Table, before: int, row: int) -> str:
