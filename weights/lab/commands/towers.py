@@ -63,11 +63,12 @@ def train_towers(
         from weights.lab.training.choices import plan as plan_of
         from weights.lab.training.log import read_log
         from weights.lab.training.settings import demo_config
-        from weights.lab.training.towers import tower_settings, towers_config
+        from weights.lab.training.towers import TowerSettings, tower_settings, towers_config
         from weights.lab.training.towers import train_towers as run
 
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
+        with_settings(TowerSettings(seed=seed), set_)
         hold_out = until != "all"
         with progress_bar() as bar:
             impressions = read_log(log, ids, demo_config(1).product_surfaces, cache, bar)
