@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -48,8 +48,11 @@ BATCH_ROWS = 65_536
 BLOCK_BYTES = 2**20
 """How much text is parsed at a time, at least the longest line. The first block tells the columns and their types."""
 
-Unchanged = list[tuple[str, int, int]]
-"""Path, size in bytes and modification time of each file."""
+Unchanged = list[tuple[str, int, int | str | None]]
+"""Path, size in bytes and mark of each file: its modification time in nanoseconds, or what else its file system says that changes with it;
+None if it says nothing."""
+MARKS = {"etag", "lastmodified", "updated", "modified", "generation", "md5hash", "contentmd5", "digest"}
+"""What fsspec's file systems call what changes with a file, in small letters alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,8 +257,23 @@ def place_of(source: Table, row: int) -> str:
 
 
 def files_of(source: Table) -> Unchanged:
-    """Path, size in bytes and modification time of each file."""
-    return [(info.path, info.size, info.mtime_ns or 0) for info in source.filesystem.get_file_info(source.files)]
+    """Path, size in bytes and mark of each file, as they are now."""
+    if isinstance(source.filesystem, pa.fs.PyFileSystem):
+        source.filesystem.handler.fs.invalidate_cache()
+    infos = source.filesystem.get_file_info(source.files)
+    return [(info.path, info.size, info.mtime_ns or _mark_of(source.filesystem, info.path)) for info in infos]
+
+
+def _mark_of(filesystem: pa.fs.FileSystem, path: str) -> str | None:
+    """What an fsspec file system says that changes with a file; None if it says nothing."""
+    if not isinstance(filesystem, pa.fs.PyFileSystem):
+        return None
+    remote = filesystem.handler.fs
+    said = {name: value for name, value in remote.info(path).items() if re.sub("[^a-z0-9]", "", name.lower()) in MARKS}
+    if not any(said.values()):
+        with suppress(NotImplementedError):
+            said = {"modified": remote.modified(path)}
+    return json.dumps(said, default=str, sort_keys=True) if any(said.values()) else None
 
 
 def check_unchanged(source: Table, before: Unchanged) -> None:

@@ -139,15 +139,18 @@ def rows_of_lists(table: pa.Table, name: str, where: Where, levels: int = 0) -> 
     try:
         lists = column.cast(pa.list_(pa.int64()))
     except pa.ArrowException as error:
-        raise LogError(f"{_at(where)}: column {name} does not fit lists of integers: {error}") from error
+        row = _first_misfit(table.column(name), pa.list_(pa.int64()))
+        raise LogError(f"{_at(where, row)}: column {name} does not fit lists of integers: {error}") from error
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     values = lists.flatten()
     if values.null_count:
-        raise LogError(f"{_at(where)}: column {name} has nulls in its lists; write 0 for none")
+        first = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
+        row = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
+        raise LogError(f"{_at(where, row)}: column {name} has nulls in its lists; write 0 for none")
     longest = int(lengths.max(initial=0))
     if longest > MAX_CODE_LEVELS:
         raise LogError(
-            f"{_at(where)}: column {name} holds a list of {longest} codes, at most {MAX_CODE_LEVELS} are read"
+            f"{_at(where, int(lengths.argmax()))}: column {name} holds a list of {longest} codes, at most {MAX_CODE_LEVELS} are read"
         )
     rows = np.zeros((len(lengths), max(longest, levels)), np.int64)
     rows[np.arange(rows.shape[1]) < lengths[:, None]] = values.to_numpy(zero_copy_only=False)

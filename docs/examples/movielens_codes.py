@@ -141,11 +141,10 @@ def trees(log: Log, examples: Examples, split: int, has_codes: bool) -> NDArray[
     rated, liked = log.actions[:, ACTIONS.index("click")], log.actions[:, favorite]
     features = history_features(examples, frozen, favorite, post_vectors(log.take(np.arange(frozen))))
     if has_codes:
-        request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
         keys = [
             log.user_id * np.uint64(1000) + log.codes[:, level].astype(np.uint64) for level in range(log.codes.shape[1])
         ]
-        rates = [Past.of(key, request, liked, rated).rate(0.5, 4.0) for key in keys]
+        rates = [Past.of(key, log.impression_ts, liked, rated).rate(0.5, 4.0) for key in keys]
         features = np.concatenate((features, log.codes.astype(np.float32), np.stack(rates, 1)), 1)
     rows = np.flatnonzero(rated[:frozen])
     has_values = ~np.isnan(features[rows]).all(0)

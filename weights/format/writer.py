@@ -196,11 +196,44 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file beside `path` and rename it: the file is complete or as before, even after a power cut."""
-    new = path.with_suffix(".new")
-    write(new)
-    sync(new)
-    new.replace(path)
+    """`write_all` of one file. A link stays, and where it leads is written. What is no file, such as /dev/stdout, is written as it is."""
+    if path.exists() and not path.is_file():
+        write(path)
+    else:
+        place = path.resolve()
+        write_all(place.parent, {place.name: write})
+
+
+def write_all(directory: Path, writes: Mapping[str, Callable[[Path], object]]) -> None:
+    """Let each function write the file of its name, in a hidden directory, then rename them into `directory`, which is made if need be.
+
+    Each is complete or as before, even after a power cut, and all are as before if one cannot be written. What killed processes left of
+    theirs is removed. Raises OSError, which names the file.
+    """
+    first = directory / next(iter(writes))
+    _remove_unfinished(first)
+    with _locked_beside(first) as partial:
+        try:
+            for name, write in writes.items():
+                with _named(directory / name):
+                    write(partial / name)
+                    sync(partial / name)
+            for name in writes:
+                with _named(directory / name):
+                    (partial / name).replace(directory / name)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let an OSError say that it was `path` that could not be written, whatever it named."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, f"{os.strerror(error.errno)}; the file is as before", str(path)) from error
 
 
 def name_whole(directory: Path, path: Path) -> None:

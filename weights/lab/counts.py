@@ -26,7 +26,8 @@ Ints = NDArray[np.int64]
 class Past:
     """Sums over the earlier rows of a log with the same key that count: of an action, and of rows. Float32 `[n]` each.
 
-    Rows of the same request do not count: what happened to one was not known when another was ranked.
+    Earlier is what has a smaller time, as for the ranker's histories. Rows of the same second do not count, of the same request or of
+    others: what happened to one was not known when another was ranked.
     """
 
     taken: Floats
@@ -34,13 +35,13 @@ class Past:
 
     @classmethod
     def of(
-        cls, key: NDArray[np.unsignedinteger], request: Ints, happened: NDArray[np.bool_], counted: NDArray[np.bool_]
+        cls, key: NDArray[np.unsignedinteger], time: Ints, happened: NDArray[np.bool_], counted: NDArray[np.bool_]
     ) -> Past:
-        """`key`, `happened`, `counted` `[n]` in time order; `request` `[n]` numbers the requests."""
+        """`key`, `happened`, `counted` `[n]` in the order of `time`, int64 `[n]`."""
         order = np.argsort(key, kind="stable")
         counts = counted[order]
         begins = np.append(True, key[order][1:] != key[order][:-1])
-        fresh = begins | np.append(True, request[order][1:] != request[order][:-1])
+        fresh = begins | np.append(True, time[order][1:] != time[order][:-1])
         first = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
         before = np.maximum.accumulate(np.where(fresh, np.arange(len(order)), 0))
         sums = []
@@ -65,7 +66,7 @@ def popularity(log: Log, frozen: int, action: int) -> Floats:
 def count_probabilities(examples: Examples, frozen: int, action: int, seed: int = 1) -> Floats:
     """Probabilities of the action for every row of the log, float32 `[n]`: a logistic model on `count_features`.
 
-    It is fitted on rows before `frozen`. Every row's counts end before its own request. Where the action always or never happened before
+    It is fitted on rows before `frozen`. Every row's counts end before its own second. Where the action always or never happened before
     `frozen`, the post's rate takes its place.
     """
     rows = _rows_to_fit_on(examples.log, frozen, action, seed)
@@ -100,7 +101,7 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     Log-odds of the action's rate of the post, the author and the user; the rate of any action of the post; how often the user did
     anything, or this action, with the author and with the post; the age; which surface.
     """
-    log, request = examples.log, request_of_rows(examples.log)
+    log = examples.log
     happened, is_known, did_any = log.actions[:, action], known_rows(log, action), np.asarray(log.actions.any(1))
     engaged = did_any & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
@@ -108,7 +109,7 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     of_author = engaged & (log.author_id != 0)
     user, pair, again = (
-        Past.of(key, request, happened, counted)
+        Past.of(key, log.impression_ts, happened, counted)
         for key, counted in zip(keys, (engaged, of_author, engaged), strict=True)
     )
     prior_of_events = float(happened[:frozen].sum() / max(engaged[:frozen].sum(), 1))
@@ -132,15 +133,10 @@ def known_rows(log: Log, action: int) -> NDArray[np.bool_]:
 def rates(log: Log, frozen: int, happened: NDArray[np.bool_], is_known: NDArray[np.bool_]) -> tuple[Past, Past, float]:
     """What happened to each row's post and author up to row `frozen`, and how often it happened to any, of the rows where it is known.
     Nothing is counted of an author of 0, who is unknown."""
-    request, shown = request_of_rows(log), (np.arange(len(log)) < frozen) & is_known
-    post = Past.of(log.post_id, request, happened, shown)
-    author = Past.of(log.author_id, request, happened, shown & (log.author_id != 0))
+    shown = (np.arange(len(log)) < frozen) & is_known
+    post = Past.of(log.post_id, log.impression_ts, happened, shown)
+    author = Past.of(log.author_id, log.impression_ts, happened, shown & (log.author_id != 0))
     return post, author, float(happened[:frozen].sum() / max(is_known[:frozen].sum(), 1))
-
-
-def request_of_rows(log: Log) -> Ints:
-    """The number of the request of each row of the log, from 0, int64 `[n]`."""
-    return np.cumsum(np.append(False, log.request_id[1:] != log.request_id[:-1]))
 
 
 def rates_pass(log: Log, frozen: int, action: int) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from weights.format.writer import write_all
+
 MACROS = """
 {%- macro table(head, rows) -%}
 | {{ head | join(" | ") }} |
@@ -29,10 +31,15 @@ PAGES.filters["percent"] = lambda value, digits=1: f"{value:.{digits}%}"
 
 
 def write_report(directory: Path, page: str, values: Mapping[str, Any]) -> None:
-    """Write `report.md`, which is `page`, and `figures.json` into a directory, which may exist."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "figures.json").write_text(json.dumps(values, indent=1) + "\n")
-    (directory / "report.md").write_text(page)
+    """Write `report.md`, which is `page`, and `figures.json` into a directory, which may exist: both, or neither.
+
+    Raises OSError, which names the file that could not be written.
+    """
+    figures = json.dumps(values, indent=1) + "\n"
+    write_all(
+        directory,
+        {"figures.json": lambda new: new.write_text(figures), "report.md": lambda new: new.write_text(page)},
+    )
 
 
 def rendered(template: str, **values: Any) -> str:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
 TABLES = ("user_rows", "post_rows", "author_rows")
+YEARS = range(1970, 2100)
 PLAIN = {"int": int, "float": float, "bool": bool}
 
 Set = Annotated[
@@ -90,8 +91,9 @@ def naming(log: Path | str | None) -> Iterator[None]:
 
 
 def time_of(text: str) -> int:
-    """A time given as Unix seconds or as a day in UTC. Raises CheckpointError."""
-    if text.isdecimal() and len(text) > 8:
+    """A time given as Unix seconds or as a day in UTC. Digits alone are a day where they are one of these YEARS, as in 19980305, and else
+    seconds. Raises CheckpointError."""
+    if text.isdecimal() and not _is_day(text):
         if problem := time_problem(seconds := int(text)):
             raise CheckpointError(f"The time {text[:32]} {problem}.")
         return seconds
@@ -100,6 +102,13 @@ def time_of(text: str) -> int:
         return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
     except ValueError as error:
         raise CheckpointError(f"{text!r} is neither a day such as 1998-03-05 nor Unix seconds.") from error
+
+
+def _is_day(digits: str) -> bool:
+    try:
+        return len(digits) == 8 and datetime.fromisoformat(digits).year in YEARS
+    except ValueError:
+        return False
 
 
 def trained_until(manifest: Manifest) -> int | None:

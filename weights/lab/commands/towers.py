@@ -25,7 +25,7 @@ from weights.commands.console import (
     show,
 )
 from weights.errors import CheckpointError
-from weights.format.writer import check_target, refused_writing
+from weights.format.writer import check_target, refused_writing, write_whole
 from weights.lab.commands.options import REFUSED, Cache, LogFile, Until, WorldSet, naming, time_of, with_settings
 
 TowerSet = Annotated[
@@ -63,11 +63,12 @@ def train_towers(
         from weights.lab.training.choices import plan as plan_of
         from weights.lab.training.log import read_log
         from weights.lab.training.settings import demo_config
-        from weights.lab.training.towers import tower_settings, towers_config
+        from weights.lab.training.towers import TowerSettings, tower_settings, towers_config
         from weights.lab.training.towers import train_towers as run
 
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
+        with_settings(TowerSettings(seed=seed), set_)
         hold_out = until != "all"
         with progress_bar() as bar:
             impressions = read_log(log, ids, demo_config(1).product_surfaces, cache, bar)
@@ -200,7 +201,8 @@ def eval_retrieval(
                 most_queries=queries, progress=partial(bar, "queries"),
             )  # fmt: skip
         if out is not None:
-            out.write_text(json.dumps(recalls.record(), indent=1) + "\n")
+            figures = json.dumps(recalls.record(), indent=1) + "\n"
+            write_whole(out, lambda new: new.write_text(figures))
     say(recalls.verdict())
     say(
         f"{recalls.queries:,} requests of {recalls.users:,} users with {recalls.liked:,} liked posts, among {recalls.posts:,} posts"

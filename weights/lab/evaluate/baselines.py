@@ -17,7 +17,6 @@ from weights.lab.counts import (
     pair_key,
     popularity,
     rates,
-    request_of_rows,
 )
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
@@ -120,6 +119,11 @@ def _learned(
     return probabilities
 
 
+def _request_of_rows(log: Log) -> Ints:
+    """The number of the request of each row of the log, from 0, int64 `[n]`."""
+    return np.cumsum(np.append(False, log.request_id[1:] != log.request_id[:-1]))
+
+
 def _second(probabilities: NDArray[np.float64]) -> Floats:
     return np.asarray(probabilities[:, 1], np.float32)
 
@@ -132,14 +136,14 @@ def history_features(
     Posts and authors are counted over all impressions, up to row `frozen`; users over what they engaged with, as the ranker's histories
     have it, to the end. `vectors`: as `post_vectors` gives them.
     """
-    log, request = examples.log, request_of_rows(examples.log)
+    log, request = examples.log, _request_of_rows(examples.log)
     happened, is_known = log.actions[:, action], known_rows(log, action)
     engaged = log.actions.any(1) & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     of_author = engaged & (log.author_id != 0)
     user, pair, again = (
-        Past.of(key, request, happened, counted)
+        Past.of(key, log.impression_ts, happened, counted)
         for key, counted in zip(keys, (engaged, of_author, engaged), strict=True)
     )
     seconds = (log.impression_ts - log.created_at).astype(np.float32)

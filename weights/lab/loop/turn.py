@@ -68,6 +68,7 @@ from weights.lab.training.examples import Examples
 from weights.lab.training.log import IN_MEMORY_ROWS, Log, read_log
 from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
+from weights.lab.training.state import StateError
 from weights.lab.training.trainer import Status, TrainingError
 from weights.tables import LogError
 from weights.values import problem_of_codes
@@ -128,8 +129,8 @@ def refresh(
 ) -> Result:
     """Take a turn, or finish the one that was interrupted. A second run at the same time raises BlockingIOError, a sentence.
 
-    Raises LogError, TrainingError, CheckpointError, ValueError, OSError; the link then names what it named before. After the first two
-    the next turn joins the night anew.
+    Raises LogError, TrainingError, StateError, CheckpointError, ValueError, OSError; the link then names what it named before. After the
+    first three the next turn joins the night anew.
     """
     _check_link(places.link)
     with alone_in(places.root):
@@ -142,8 +143,8 @@ def refresh(
         turn = _Turn(places, settings, state, load_checkpoint(places.link), say, progress)
         try:
             outcome = turn.take()
-        except (LogError, TrainingError):
-            turn.forget()  # the next turn joins again: with what has come since, or from events that were mended
+        except (LogError, TrainingError, StateError):
+            turn.forget()  # the next turn begins anew: with what has come since, or from events that were mended
             raise
         if isinstance(outcome, str):
             turn.forget()

@@ -25,7 +25,7 @@ from weights.format.writer import alone_in, name_whole, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
 from weights.lab.training.contexts import open_contexts
 from weights.lab.training.log import action_names, checked_columns, open_log
-from weights.table_files import Table, check_unchanged, files_of, place_of, tables_of
+from weights.table_files import Table, Unchanged, check_unchanged, files_of, place_of, tables_of
 from weights.tables import LogError
 
 PARTITION_ROWS = 500_000
@@ -45,7 +45,7 @@ class RunError(ValueError):
 class Run:
     """Everything that determines the output's bytes. `log`: path, size in bytes and modification time of each file."""
 
-    log: list[tuple[str, int, int]]
+    log: Unchanged
     rows: int
     partitions: int
     since_ts: int
@@ -137,7 +137,7 @@ def _claim(out: Path, run: Run) -> None:
     """Write the description of the run to `out`, or check that it is already there. Raises RunError."""
     description, file = json.loads(json.dumps(asdict(run))), out / "run.json"
     if not file.exists():
-        if {path.name for path in out.iterdir()} - {"run.new"}:  # that of a killed run
+        if not all(path.name.startswith(f".{file.name}.") for path in out.iterdir()):  # those are of a killed run
             raise RunError(f"{out} holds something else: choose another place")
         write_whole(file, lambda new: new.write_text(json.dumps(description, indent=1)))
     try:

@@ -317,6 +317,8 @@ NOBODY_ID = hashed(pa.array([NOBODY]).dictionary_encode())[0]
 def _with_nobody(table: pa.Table, ids: IdKind) -> pa.Table:
     """The table with impressions of nobody, whose user is null or an empty text, under one id that is no user's."""
     column = table.column("user_id")
+    if pa.types.is_null(column.type):
+        column = column.cast(ID_TYPES[ids])
     if ids == "text" and pa.types.is_string(column.type):
         column = pc.if_else(pc.equal(column.fill_null(""), ""), NOBODY, column)
     elif column.null_count and (pa.types.is_integer(column.type) or pa.types.is_decimal(column.type)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ FORMAT = 2
 PIECE_ROWS = 500_000
 SORT_MEMORY = "1GB"
 SORT_THREADS = 2
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where nothing more can be written."""
 FLAGS = ("actions", "unknown")
 LOG, SERVED, TEXTS = "impressions", "contexts", "texts.arrow"
 
@@ -50,15 +54,19 @@ def mapped_log(
 ) -> tuple[Log, ServedContexts | None]:
     """A log whose columns are mapped from its sorted copy in `cache` (None: `default_cache()`), which is made if it is not there.
 
-    The copy is of these files, as they are now: their paths, sizes and times. Raises LogError, which names the file and the row.
+    The copy is of these files, as they are now: their paths, sizes and times. Where a file system says nothing that changes with a file,
+    it is made again each time. Raises LogError, which names the file and the row, or the cache where that cannot be written.
     """
     actions = action_names(source.schema, where)
     cache = cache or default_cache()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    described = [FORMAT, files_of(source), files_of(contexts) if contexts else None, ids, surfaces, source.schema.names]
+    of_log, of_contexts = files_of(source), files_of(contexts) if contexts else None
+    described = [FORMAT, of_log, of_contexts, ids, surfaces, source.schema.names]
     copy = cache / xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
+    if any(mark is None for *_, mark in (*of_log, *(of_contexts or ()))):
+        shutil.rmtree(copy, ignore_errors=True)
     if not copy.exists():
-        with written_beside(copy) as partial_copy:
+        with _cache_named(cache, where), written_beside(copy) as partial_copy:
             partial_copy.chmod(0o700)
             _write(partial_copy, source, contexts, where, ids, surfaces, progress)
     try:
@@ -72,6 +80,20 @@ def mapped_log(
     return log, served
 
 
+@contextmanager
+def _cache_named(cache: Path, where: str) -> Iterator[None]:
+    """Turn what DuckDB says, and that the disk is full, into a LogError."""
+    try:
+        yield
+    except (duckdb.Error, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in FULL:
+            raise
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error).splitlines()[0]
+        raise LogError(
+            f"{cache} cannot take the sorted copy of {where} ({reason}): make room there, or name another place with --cache"
+        ) from error
+
+
 def _write(
     copy: Path, source: Table, contexts: Table | None, where: str, ids: IdKind, surfaces: int, progress: Progress
 ) -> None:
@@ -81,10 +103,12 @@ def _write(
         raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     sorting = copy / "sorting"
     sorting.mkdir()
-    with duckdb.connect(sorting / "rows.duckdb") as database:
-        settings = {"memory_limit": SORT_MEMORY, "threads": SORT_THREADS, "temp_directory": str(sorting / "spilled")}
-        for name, value in settings.items():
-            database.execute(f"SET {name} = '{value}'")
+    settings: dict[str, Any] = {
+        "memory_limit": SORT_MEMORY,
+        "threads": SORT_THREADS,
+        "temp_directory": str(sorting / "spilled"),
+    }
+    with duckdb.connect(sorting / "rows.duckdb", config=settings) as database:
         database.execute("SET enable_progress_bar = false")
         texts, has_unknown = list[pa.Array](), False
         for number, (columns, more) in enumerate(_pieces(source, where, ids, surfaces, rows, progress)):
@@ -137,10 +161,11 @@ def _code_levels(source: Table) -> int:
     """How many levels of content codes some row of the log has. Raises LogError."""
     if CODES not in source.schema.names:
         return 0
-    levels: list[int] = [
-        rows_of_lists(table, CODES, source.files[0]).shape[1] for table in tables_of(source, PIECE_ROWS, [CODES])
-    ]
-    return max(levels)
+    done, most = 0, 0
+    for table in tables_of(source, PIECE_ROWS, [CODES]):
+        most = max(most, rows_of_lists(table, CODES, partial(_place, source, done)).shape[1])
+        done += len(table)
+    return most
 
 
 def _place(source: Table, before: int, row: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from model.config import HashSpec, ModelConfig
 
@@ -32,8 +32,11 @@ class Within:
         return f"{low} and {'below' if self.excluded == self.high else 'at most'} {self.high:,}"
 
 
+SEED = Within(0, 2**64 - 1)
 SHARE, FACTOR, WEIGHT = Within(0, 1), Within(0, 1000, excluded=0), Within(0, 1000)
+RATE, NORM = Within(0, 1, excluded=0), Within(0, 1_000_000, excluded=0)
 COUNT = Within(1, 1_000_000)
+THREADS = Within(1, 256)
 ROWS = Within(2, 2**31 - 1)
 """Rows of an embedding table; row 0 is padding."""
 
@@ -45,9 +48,7 @@ class TrainSettings:
     Raises ValueError for a value that a field may not have; the message names the field.
     """
 
-    seed: Annotated[
-        int, "seed of the initial values, the order of requests and the hidden ids", Within(0, 2**64 - 1)
-    ] = 1
+    seed: Annotated[int, "seed of the initial values, the order of requests and the hidden ids", SEED] = 1
     epochs: Annotated[
         float,
         "most passes over the training period; the weights with the best validation loss are kept",
@@ -84,7 +85,7 @@ class TrainSettings:
         SHARE,
     ] = 0.0
     learning_rate: Annotated[
-        float, "highest learning rate of AdamW; after the warm-up it falls as half a cosine", Within(0, 1, excluded=0)
+        float, "highest learning rate of AdamW; after the warm-up it falls as half a cosine", RATE
     ] = 3e-3
     warmup_steps: Annotated[int, "most steps in which the learning rate rises from 0", COUNT] = 100
     warmup_share: Annotated[
@@ -106,9 +107,7 @@ class TrainSettings:
         "over a tenth of the steps at most (not with `--start`); 0: no average",
         Within(0, 1, excluded=1),
     ] = 0.0
-    gradient_norm: Annotated[
-        float, "gradients with a larger norm are scaled down to this one", Within(0, 1_000_000, excluded=0)
-    ] = 1.0
+    gradient_norm: Annotated[float, "gradients with a larger norm are scaled down to this one", NORM] = 1.0
     dwell_weight: Annotated[float, "weight of the dwell loss; with 1 it counts as much as one action", WEIGHT] = 1.0
     evaluate_every: Annotated[int, "most steps between two evaluations on the validation requests", COUNT] = 250
     evaluations: Annotated[
@@ -131,12 +130,11 @@ class TrainSettings:
     threads: Annotated[
         int,
         "CPU threads; a second one gains little at this size, and other counts give other bits",
-        Within(1, 256),
+        THREADS,
     ] = 1
 
     def __post_init__(self) -> None:
-        for name, (allowed, _) in _rules().items():
-            check(name, getattr(self, name), allowed)
+        check_fields(self)
 
 
 def check(name: str, value: object, allowed: Within | tuple[str, ...]) -> None:
@@ -145,23 +143,33 @@ def check(name: str, value: object, allowed: Within | tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {_words(allowed)}, got {value!r:.64}")
 
 
+def check_fields(settings: object) -> None:
+    """Raise ValueError, which names the field, for a value that a dataclass of settings may not have: its annotations say what it may be,
+    a `Within` or a Literal."""
+    kind: type = type(settings)
+    for name, allowed in _allowed(kind).items():
+        check(name, getattr(settings, name), allowed)
+
+
 def settings_table() -> list[tuple[str, Any, str, str]]:
     """Name, default, possible values and meaning of every setting."""
-    rules = _rules()
+    hints, allowed = get_type_hints(TrainSettings, include_extras=True), _allowed(TrainSettings)
     return [
-        (field.name, field.default, _words(rules[field.name][0]), rules[field.name][1])
+        (field.name, field.default, _words(allowed[field.name]), get_args(hints[field.name])[1])
         for field in fields(TrainSettings)
     ]
 
 
 @cache
-def _rules() -> dict[str, tuple[Within | tuple[str, ...], str]]:
-    """What each setting may be, and what it means."""
-    rules = {}
-    for name, hint in get_type_hints(TrainSettings, include_extras=True).items():
-        kind, meaning, *within = get_args(hint)
-        rules[name] = (within[0] if within else get_args(kind)), meaning
-    return rules
+def _allowed(settings: type) -> dict[str, Within | tuple[str, ...]]:
+    """What each field of a dataclass of settings may be, where its annotation says it."""
+    allowed: dict[str, Within | tuple[str, ...]] = {}
+    for name, hint in get_type_hints(settings, include_extras=True).items():
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        within = [note for note in notes if isinstance(note, Within)]
+        if within or get_origin(kind) is Literal:
+            allowed[name] = within[0] if within else get_args(kind)
+    return allowed
 
 
 def _words(allowed: Within | tuple[str, ...]) -> str:

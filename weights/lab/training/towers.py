@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -29,27 +29,35 @@ from weights.lab.training.choices import MOSTLY_HIDDEN, Plan, new_shares
 from weights.lab.training.examples import Examples, hide
 from weights.lab.training.log import Log
 from weights.lab.training.run import reproducible
+from weights.lab.training.settings import COUNT, FACTOR, NORM, RATE, SEED, SHARE, THREADS, WEIGHT, check_fields
 from weights.tables import LogError
 
 
 @dataclass(frozen=True, slots=True)
 class TowerSettings:
-    """Equal settings and logs give equal towers, to the last bit, on one machine and build."""
+    """Equal settings and logs give equal towers, to the last bit, on one machine and build.
 
-    seed: int = 1
-    steps: int = 450
-    batch_requests: int = 96
-    learning_rate: float = 3e-3
-    warmup_steps: int = 100
-    weight_decay: float = 0.01
-    gradient_norm: float = 1.0
-    temperature: float = 0.07
-    hidden_user_share: float = 0.3  # users shown without id, so the towers learn to use the history of unknown users
-    hidden_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
+    Raises ValueError for a value that a field may not have; the message names the field.
+    """
+
+    seed: Annotated[int, SEED] = 1
+    steps: Annotated[int, COUNT] = 450
+    batch_requests: Annotated[int, COUNT] = 96
+    learning_rate: Annotated[float, RATE] = 3e-3
+    warmup_steps: Annotated[int, COUNT] = 100
+    weight_decay: Annotated[float, WEIGHT] = 0.01
+    gradient_norm: Annotated[float, NORM] = 1.0
+    temperature: Annotated[float, FACTOR] = 0.07
+    # users shown without id, so the towers learn to use the history of unknown users
+    hidden_user_share: Annotated[float, SHARE] = 0.3
+    hidden_post_share: Annotated[float, SHARE] = 0.85  # posts shown under an id never seen, as most are when served
     negatives_by: Literal["author", "post"] = (
         "author"  # whose share corrects a post's logit, and whose posts are no negatives of its own
     )
-    threads: int = 1
+    threads: Annotated[int, THREADS] = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 FEWEST_HIDDEN_USERS = 0.3

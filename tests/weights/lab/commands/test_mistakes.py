@@ -7,9 +7,11 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow")
@@ -17,6 +19,7 @@ pytest.importorskip("duckdb")
 import pyarrow.csv  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
+from tests.support.full_disk import full_disk  # noqa: E402
 from tests.weights.call import run  # noqa: E402
 from tests.weights.lab.training.small_run import WORLD, small_config  # noqa: E402
 from weights.actions import DWELL_TIME, default_score_weights  # noqa: E402
@@ -236,3 +239,59 @@ def test_a_beginning_after_the_log_writes_nothing(command: str, since: str, desk
     assert (code, said.count("\n")) == (1, 1), said
     assert ("looks like milliseconds" in said) is (len(since) > 10), said
     assert not (tmp_path / "out").exists()
+
+
+def test_posts_leave_a_file_of_another_name_alone(desk: Path, tmp_path: Path) -> None:
+    (tmp_path / "posts.new").write_text("mine")
+    code, said = run("posts", desk / "log.parquet", "--out", tmp_path / "posts.parquet")
+    assert code == 0, said
+    assert (tmp_path / "posts.new").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"posts.new", "posts.parquet"}
+
+
+@pytest.mark.parametrize("command", ["posts", "eval-retrieval"])
+def test_a_file_that_the_disk_cannot_hold_is_as_before(command: str, desk: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("of yesterday")
+    with full_disk(64):
+        code, said = run(command, *commands(desk, desk / "log.parquet", tmp_path / "out")[command])
+    assert (code, said) == (1, f"{tmp_path}/out: File too large; the file is as before\n")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out", "of yesterday")]
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        *[("train-towers", setting) for setting in (
+            "warmup_steps=0", "steps=0", "batch_requests=0", "temperature=0", "temperature=nan", "negatives_by=x",
+            "hidden_post_share=2", "learning_rate=nan", "threads=0",
+        )],
+        *[("world", setting) for setting in ("users=-5", "users=0", "days=-1", "days=3", "topics=2", "slots=0")],
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_be_is_refused_before_any_work(command: str, setting: str, tmp_path: Path) -> None:
+    """The log is not there, which would be said first if the setting was looked at last."""
+    log = ("--log", tmp_path / "nowhere.parquet") if command == "train-towers" else ()
+    code, said = run(command, *log, "--out", tmp_path / "out", "--set", setting)
+    named = "test_days" if setting == "days=3" else setting.partition("=")[0]
+    assert (code, said.count("\n")) == (1, 1), said
+    assert said.startswith(f"{named} must be "), said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("until", "day"),
+    [
+        ("48010", "1970-01-01"),
+        ("30000101", "1970-12-14"),
+        ("19709999", "1970-08-17"),
+        ("19700102", "1970-01-02"),
+        ("1970-01-02", "1970-01-02"),
+    ],
+)
+def test_digits_that_are_no_day_are_seconds(until: str, day: str, world: World, tmp_path: Path) -> None:
+    times = world.log.impression_ts - world.log.impression_ts[0]
+    late = np.where(times < np.median(times), 0, 50_000_000)
+    write_log(tmp_path / "log.parquet", replace(world.log, impression_ts=times + late))
+    code, said = run("log", tmp_path / "log.parquet", "--until", until)
+    assert code == 0, said
+    assert f"split given: {day} " in said

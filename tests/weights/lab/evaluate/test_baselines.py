@@ -32,13 +32,13 @@ from weights.lab.world.simulate import World
 FAVORITE = 0
 
 
-def test_the_past_of_a_row_is_the_earlier_requests_with_its_key() -> None:
+def test_the_past_of_a_row_is_the_earlier_rows_with_its_key() -> None:
     rng = np.random.default_rng(1)
-    key, request = rng.integers(0, 9, 300).astype(np.uint64), np.sort(rng.integers(0, 60, 300))
+    key, time = rng.integers(0, 9, 300).astype(np.uint64), np.sort(rng.integers(0, 60, 300))
     happened, counted = rng.random(300) < 0.4, rng.random(300) < 0.8
-    past = Past.of(key, request, happened, counted)
+    past = Past.of(key, time, happened, counted)
     for row in range(300):
-        before = (key == key[row]) & (request < request[row]) & counted
+        before = (key == key[row]) & (time < time[row]) & counted
         assert (past.shown[row], past.taken[row]) == (before.sum(), (before & happened).sum())
     assert past.rate(0.25, 2.0)[0] == 0.25
 
@@ -118,3 +118,16 @@ def test_counts_see_which_authors_a_user_likes() -> None:
     reached = {name: auc(liked[rows // 2 :], each[0]) for name, each in found.items()}
     assert reached[COUNTS] > 0.85
     assert reached["popularity"] < 0.6
+
+
+def test_no_baseline_sees_other_requests_of_the_same_second() -> None:
+    """In each second a user meets a new post in two requests and does the same in both, by chance: nothing earlier tells which."""
+    rng, seconds = np.random.default_rng(1), 3000
+    twice = np.repeat(np.arange(seconds), 2)
+    liked, user = rng.random(seconds)[twice] < 0.4, rng.integers(1, 31, seconds).astype(np.uint64)[twice]
+    rows = one_row_requests(liked, user, np.ones(len(twice), np.uint64))
+    log = replace(rows, impression_ts=1_600_000_000 + 60 * twice, post_id=rows.post_id[2 * twice])
+    found = baselines(Examples(log, replace(small_config(), actions=1)), seconds, [0])
+    reached = {name: auc(liked[seconds:], each[0]) for name, each in found.items()}
+    assert set(reached) == set(BASELINES) - {NEWEST}
+    assert all(0.45 < each < 0.55 for each in reached.values()), reached

@@ -14,12 +14,14 @@ pytest.importorskip("pyarrow")
 
 from model.ranker import Ranker
 from model.synthetic import random_ranker
+from tests.support.full_disk import full_disk
 from tests.weights.lab.training.small_run import WORLD, small_config
 from weights.lab.evaluate.baselines import BASELINES, SIMPLE
 from weights.lab.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate, on_own_validation
 from weights.lab.evaluate.metrics import Figure
 from weights.lab.evaluate.predict import ABLATIONS, predict
 from weights.lab.evaluate.report import figures, headline_table, write_evaluation
+from weights.lab.report import write_report
 from weights.lab.training.demo import facts_of
 from weights.lab.training.examples import Examples
 from weights.lab.training.settings import TrainSettings
@@ -163,3 +165,12 @@ def test_a_model_is_compared_on_its_own_validation(world: World, ranker: Ranker)
         f"On its own validation, {judged.requests:,} requests with {judged.positives['favorite']:,} times favorite"
     )
     assert told[-1].startswith("The model LOSES to counts"), "its weights are random"
+
+
+def test_a_report_that_the_disk_cannot_hold_leaves_the_old_one(tmp_path: Path) -> None:
+    write_report(tmp_path, "old", {"auc": 0.5})
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    with full_disk(4096), pytest.raises(OSError, match="the file is as before") as refused:
+        write_report(tmp_path, "new " * 2000, {"auc": 0.6})
+    assert refused.value.filename == str(tmp_path / "report.md")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before

@@ -119,8 +119,8 @@ def test_what_belongs_to_another_job_is_left_alone(scorer: Scorer, log: Path, ou
 def test_a_job_killed_as_it_described_itself_is_taken_up(
     scorer: Scorer, log: Path, finished: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed/run.new").write_text('{"lo')
+    (unfinished := tmp_path / "killed/.run.json.0123abcd.partial").mkdir(parents=True)
+    (unfinished / "run.json").write_text('{"lo')
     score_log(log, tmp_path / "killed", scorer, 0, PARTS)
     assert written(tmp_path / "killed") == written(finished)
 

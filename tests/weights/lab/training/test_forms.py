@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ duckdb = pytest.importorskip("duckdb")
 import pyarrow.csv  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
+from tests.support.full_disk import full_disk  # noqa: E402
 from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.training.small_run import small_config  # noqa: E402
 from weights.checkpoint import load_manifest  # noqa: E402
 from weights.lab.training.log import COLUMNS, Log, read_log, write_log  # noqa: E402
 from weights.lab.world.simulate import World  # noqa: E402
 from weights.tables import LogError  # noqa: E402
+from weights.text_ids import IdKind  # noqa: E402
 
 ROWS = 600
 
@@ -367,3 +370,81 @@ def test_a_cut_gzip_file_is_named(table: pa.Table, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress(lines(table))[:-200])
     with pytest.raises(LogError, match=r"log\.jsonl\.gz cannot be read as JSON lines"):
         read_log(tmp_path / "log.jsonl.gz")
+
+
+def liked(first: int, second: int) -> bytes:
+    """JSON lines of two impressions, of which these were liked: as many bytes, whatever was liked."""
+    row = dict.fromkeys(COLUMNS, 1) | {"dwell_seconds": 0.0}
+    return lines(
+        pa.Table.from_pylist([row | {"post_id": 1 + i, "action.like": yes} for i, yes in enumerate((first, second))])
+    )
+
+
+@pytest.mark.parametrize("address", ["memory", "silent"])
+def test_a_copy_of_another_file_at_an_address_is_not_used(address: str, tmp_path: Path) -> None:
+    """Memory tells when a file was changed, by no name that Arrow knows. `silent` tells nothing."""
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Silent(MemoryFileSystem):
+        protocol = "silent"
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return str(super()._strip_protocol(path.removeprefix("silent:/")))
+
+        def info(self, path: str, **options: Any) -> dict[str, Any]:
+            told: dict[str, Any] = super().info(path, **options)
+            return {name: value for name, value in told.items() if name != "created"}
+
+        def modified(self, path: str) -> Any:
+            raise NotImplementedError
+
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    remote = fsspec.filesystem(address)
+    for first, second in ((1, 0), (0, 1)):
+        remote.pipe("/changing/log.jsonl", liked(first, second))
+        log = read_log(f"{address}://changing/log.jsonl", cache=tmp_path / "cache")
+        assert log.actions[:, 0].tolist() == [bool(first), bool(second)]
+    assert len([*(tmp_path / "cache").iterdir()]) == (2 if address == "memory" else 1)
+
+
+def test_a_cache_may_have_a_quote_in_its_path(table: pa.Table, plain: Log, tmp_path: Path) -> None:
+    pq.write_table(table, tmp_path / "log.parquet")
+    assert_equal(read_log(tmp_path / "log.parquet", cache=tmp_path / "it's"), plain)
+
+
+@pytest.mark.parametrize("size", [64, 4_000])
+def test_a_cache_on_a_full_disk_is_named(size: int, table: pa.Table, tmp_path: Path) -> None:
+    pq.write_table(table, tmp_path / "log.parquet")
+    with full_disk(size):
+        told = call("log", tmp_path / "log.parquet", "--cache", tmp_path / "cache")
+    assert (told.exit_code, told.output.count("\n")) == (1, 1), told.output
+    assert told.output.startswith(f"{tmp_path}/cache cannot take the sorted copy of {tmp_path}/log.parquet (")
+    assert told.output.endswith("): make room there, or name another place with --cache\n")
+    assert not [*(tmp_path / "cache").iterdir()]
+
+
+@pytest.mark.parametrize("codes", [[None], list(range(99))])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_refused_codes_are_named_by_their_row(
+    codes: list[int | None], is_cached: bool, table: pa.Table, tmp_path: Path
+) -> None:
+    half = ROWS // 2
+    for name, bad in (("a", [1]), ("b", codes)):
+        lists = pa.array([[1, 2]] * 40 + [None, [], bad] + [[1]] * (half - 43), pa.list_(pa.int64()))
+        path = tmp_path / f"log/{name}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(table.slice(0 if name == "a" else half, half).append_column("codes", lists), path)
+    with pytest.raises(LogError, match=r"log/b\.parquet, row 43: column codes h"):
+        read_log(tmp_path / "log", cache=tmp_path / "cache" if is_cached else None)
+
+
+@pytest.mark.parametrize("ids", ["uint64", "text"])
+def test_a_column_of_users_that_are_all_null_is_nobody(ids: IdKind, table: pa.Table, tmp_path: Path) -> None:
+    for name in ("post_id", "author_id") if ids == "text" else ():
+        table = table.set_column(table.column_names.index(name), name, table[name].cast(pa.string()))
+    table = table.set_column(table.column_names.index("user_id"), "user_id", pa.nulls(len(table)))
+    pq.write_table(table, tmp_path / "log.parquet")
+    for cache in (None, tmp_path / "cache"):
+        assert not read_log(tmp_path / "log.parquet", ids, cache=cache).user_id.any()
