@@ -172,6 +172,12 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         self._check_calibration()
         self._check_continuous()
 
+    @property
+    def trained_until_ts(self) -> int | None:
+        """The time, Unix seconds, from which on no training of this checkpoint saw anything; None if the manifest does not say."""
+        until = self.training.get("until_ts")
+        return until if type(until) is int else None
+
     def _check_actions(self) -> None:
         names = self.action_names
         for name in names:

@@ -111,17 +111,11 @@ def _is_day(digits: str) -> bool:
         return False
 
 
-def trained_until(manifest: Manifest) -> int | None:
-    """The time, Unix seconds, from which on no training of this checkpoint saw anything; None if the manifest does not say."""
-    until = manifest.training.get("until_ts")
-    return until if type(until) is int else None
-
-
 def since_of(since: str, manifest: Manifest, log: Log) -> int:
     """The time from which on a checkpoint is measured on a log: `--since`, or where its training ended. Raises CheckpointError."""
     if since:
         return time_of(since)
-    until = trained_until(manifest)
+    until = manifest.trained_until_ts
     if until is None:
         raise CheckpointError(
             "The checkpoint does not say where its training ended: give --since, a time after which it saw nothing."

@@ -47,7 +47,6 @@ from weights.lab.commands.options import (
     names_of,
     naming,
     time_of,
-    trained_until,
     training_report,
     with_settings,
 )
@@ -191,7 +190,7 @@ def train(
         base = begun.manifest.config if begun else _architecture(_base(chosen[2]), changed, preset)
         impressions = log_of(log, ids, base.product_surfaces, cache)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
-        start_until_ts = trained_until(begun.manifest) if begun else None
+        start_until_ts = begun.manifest.trained_until_ts if begun else None
         plan = _plan(impressions, seed, chosen, start_until_ts)
         architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
         outputs, dwell = _outputs(architecture, begun)

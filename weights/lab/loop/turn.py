@@ -65,7 +65,7 @@ from weights.lab.training.choices import plan
 from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS
 from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
 from weights.lab.training.examples import Examples
-from weights.lab.training.log import IN_MEMORY_ROWS, Log, read_log
+from weights.lab.training.log import IN_MEMORY_ROWS, Log, read_log, time_words
 from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
 from weights.lab.training.state import StateError
@@ -359,9 +359,16 @@ class _Turn:
         return log
 
     def _held_out(self, examples: Examples, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-        """The night's newest requests, at most JUDGED_REQUESTS of them, and the time of the first, Unix seconds."""
+        """The night's newest requests, at most JUDGED_REQUESTS of them, and the time from which on they are, Unix seconds. None of them was
+        seen by the training of the checkpoint that serves, which may have been made elsewhere. Raises LogError where it saw all."""
         first = requests[min(int(len(requests) * (1 - self.settings.held_out)), len(requests) - 1)]
-        until_ts = int(examples.times[first])
+        seen_until_ts = self.serving.manifest.trained_until_ts or 0
+        until_ts = max(int(examples.times[first]), seen_until_ts)
+        if until_ts > examples.times[requests[-1]]:
+            raise LogError(
+                f"{self.places.link} was trained until {time_words(seen_until_ts)}, and the newest joined ranking is older: wait for "
+                "newer ones, for by no others can the two models be judged"
+            )
         held_out = requests[examples.times[requests] >= until_ts]
         return held_out[:: -(-len(held_out) // JUDGED_REQUESTS)], until_ts
 

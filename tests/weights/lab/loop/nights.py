@@ -59,8 +59,8 @@ class Nights:
         the end of the day; `change`: of each ranking, such as that of another model."""
         rows = [change(self._ranking(index, is_empty)) for index in self._requests(day)]
         if is_planned:
-            rows = [structs.replace(row, impression_ts=self._start(day + 1)) for row in rows]
-        folder = root / "served" / f"date={date_of(self._start(day))}"
+            rows = [structs.replace(row, impression_ts=self.start_ts(day + 1)) for row in rows]
+        folder = root / "served" / f"date={date_of(self.start_ts(day))}"
         folder.mkdir(parents=True)
         write_rows(folder / "part.parquet", rows)
 
@@ -97,7 +97,7 @@ class Nights:
             "request_id": ["none"],
             "post_id": [1],
             "action": ["favorite"],
-            "event_ts": [self._start(day + 1) + 3600],
+            "event_ts": [self.start_ts(day + 1) + 3600],
         }
         whole = pa.concat_tables(
             [events, pa.table(end).cast(pa.schema([*events.schema][:4]))], promote_options="default"
@@ -110,12 +110,13 @@ class Nights:
         point(root / "current", str(self.checkpoint))
         return root / "current"
 
-    def _start(self, day: int) -> int:
+    def start_ts(self, day: int) -> int:
+        """When a day begins, Unix seconds."""
         return WORLD.start_ts + (FIRST_DAY + day) * DAY_SECONDS
 
     def _requests(self, day: int) -> list[int]:
         times = self.examples.times
-        return [*range(*np.searchsorted(times, (self._start(day), self._start(day + 1))).tolist())]
+        return [*range(*np.searchsorted(times, (self.start_ts(day), self.start_ts(day + 1))).tolist())]
 
     def _ranking(self, index: int, is_empty: bool) -> ServedRanking:
         log, rows = self.log, self.examples.rows(index)

@@ -332,6 +332,31 @@ def test_a_night_that_training_refuses_is_joined_anew(loop: Loop) -> None:
     assert loop.figures(1)["join"]["joined_rankings"] > 200, "both nights"
 
 
+def test_no_model_is_judged_by_what_the_serving_one_has_seen(loop: Loop) -> None:
+    """Such as one that was trained by hand on the newest log, before the first turn."""
+    loop.night(0)
+    loop.night(1)
+    first, times = load_checkpoint(loop.link), loop.nights.examples.times
+    served = times[(times >= loop.nights.start_ts(0)) & (times < loop.nights.start_ts(2))]
+
+    def trained_until(until_ts: int) -> None:
+        labels = {
+            name: getattr(first.manifest, name) for name in ("name", "action_names", "continuous", "score_weights")
+        }
+        path = loop.root / f"until-{until_ts}"
+        save_checkpoint(path, first.ranker, **labels, training={"until_ts": until_ts})
+        point(loop.link, str(path))
+
+    trained_until(int(served[-1]) + 1)
+    code, said = loop.refresh()
+    assert (code, said.splitlines()[-1].count("was trained until")) == (1, 1), said
+    seen = int(served[int(0.9 * len(served))])
+    trained_until(seen)
+    code, said = loop.refresh()
+    assert code in (0, 3), said
+    assert loop.figures(1)["judged"]["requests"] == int((served >= seen).sum()), "a tenth, not a fifth"
+
+
 def moved_to(loop: Loop, actions: tuple[str, ...], **config: int) -> None:
     """Move the link to an untrained model with these actions and changes of the configuration."""
     manifest = load_checkpoint(loop.link).manifest
