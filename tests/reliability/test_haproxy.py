@@ -178,15 +178,14 @@ def test_rolling_restarts_behind_haproxy_lose_no_request(tmp_path: Path, duratio
 
 
 class Fake(ThreadingHTTPServer):
-    """Stands for a ranker: 200 to everything, and it can be made to drain, to hold what it is asked, or to freeze."""
+    """Stands for a ranker: 200 to everything, and it can be made to drain and to hold what it is asked."""
 
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
         self.is_ready, self.asked = True, 0
-        self.checks_go_on, self.rankings_go_on = threading.Event(), threading.Event()
-        self.checks_go_on.set()
+        self.rankings_go_on = threading.Event()
         self.rankings_go_on.set()
         super().__init__((address, port), FakeHandler)
 
@@ -196,7 +195,6 @@ class FakeHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.server.checks_go_on.wait()
         self.answer(200 if self.server.is_ready or self.path != "/readyz" else 503)
 
     def do_POST(self) -> None:
@@ -225,7 +223,6 @@ def fakes(*addresses: str, port: int = 0) -> Iterator[list[Fake]]:
         yield servers
     finally:
         for server in servers:
-            server.checks_go_on.set()
             server.rankings_go_on.set()
             server.shutdown()
             server.server_close()
@@ -313,15 +310,6 @@ def test_servers_are_found_by_name_and_asked_without_a_check(form: str, tmp_path
             assert {found.proxy.post("/rank", body).status_code for body in BODIES[:8]} == {200}
 
 
-def test_a_frozen_server_does_not_hold_its_callers(tmp_path: Path) -> None:
-    with fakes("127.0.0.1", "127.0.0.1") as servers:
-        ports = [server.server_port for server in servers]
-        with proxied(tmp_path, ports) as found, held(found, servers) as (frozen, status):
-            frozen.checks_go_on.clear()
-            assert status() == 200, "asked again of the other server"
-            assert "DOWN" in found.status(1 + servers.index(frozen))
-
-
 def test_a_drain_cuts_no_request_that_is_open(tmp_path: Path) -> None:
     with fakes("127.0.0.1", "127.0.0.1") as servers:
         ports = [server.server_port for server in servers]
@@ -334,7 +322,7 @@ def test_a_drain_cuts_no_request_that_is_open(tmp_path: Path) -> None:
             assert [server.asked for server in servers if server is not drained] == [0]
 
 
-def test_what_a_drain_leaves_open_is_asked_again(tmp_path: Path) -> None:
+def test_what_a_drain_leaves_open_is_not_cut(tmp_path: Path) -> None:
     with fakes("127.0.0.1", "127.0.0.1") as servers:
         ports = [server.server_port for server in servers]
         with proxied(tmp_path, ports) as found, held(found, servers) as (drained, status):
@@ -342,8 +330,10 @@ def test_what_a_drain_leaves_open_is_asked_again(tmp_path: Path) -> None:
             wait_until(lambda: found.status(1 + servers.index(drained)) == "NOLB")
             drained.shutdown()
             drained.socket.close()  # as at the end of the drain's delay
+            wait_until(lambda: found.status(1 + servers.index(drained)) == "DOWN")
+            drained.rankings_go_on.set()
             assert status() == 200
-            assert found.status(1 + servers.index(drained)) == "DOWN"
+            assert [server.asked for server in servers if server is not drained] == [0]
 
 
 PUBLIC = [
