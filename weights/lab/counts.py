@@ -106,12 +106,7 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     engaged = did_any & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
     any_post, any_author, any_prior = rates(log, frozen, did_any, np.ones(len(log), bool))
-    keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
-    of_author = engaged & (log.author_id != 0)
-    user, pair, again = (
-        Past.of(key, log.impression_ts, happened, counted)
-        for key, counted in zip(keys, (engaged, of_author, engaged), strict=True)
-    )
+    user, pair, again = of_users(log, happened, engaged)
     prior_of_events = float(happened[:frozen].sum() / max(engaged[:frozen].sum(), 1))
     days = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0) / 86_400, np.nan)
     days = np.nan_to_num(days, nan=float(np.nanmedian(days)) if (log.created_at > 0).any() else 0.0)
@@ -137,6 +132,17 @@ def rates(log: Log, frozen: int, happened: NDArray[np.bool_], is_known: NDArray[
     post = Past.of(log.post_id, log.impression_ts, happened, shown)
     author = Past.of(log.author_id, log.impression_ts, happened, shown & (log.author_id != 0))
     return post, author, float(happened[:frozen].sum() / max(is_known[:frozen].sum(), 1))
+
+
+def of_users(log: Log, happened: NDArray[np.bool_], engaged: NDArray[np.bool_]) -> tuple[Past, Past, Past]:
+    """What each row's user did before, in all, with the row's author, and with its post, over the rows where `engaged`. Nothing is counted
+    of an author of 0, who is unknown."""
+    at = log.impression_ts
+    return (
+        Past.of(log.user_id, at, happened, engaged),
+        Past.of(pair_key(log.user_id, log.author_id), at, happened, engaged & (log.author_id != 0)),
+        Past.of(pair_key(log.user_id, log.post_id), at, happened, engaged),
+    )
 
 
 def rates_pass(log: Log, frozen: int, action: int) -> bool:

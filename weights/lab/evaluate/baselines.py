@@ -11,10 +11,9 @@ from weights.lab.counts import (
     MOST_ROWS,
     Floats,
     Ints,
-    Past,
     count_probabilities,
     known_rows,
-    pair_key,
+    of_users,
     popularity,
     rates,
 )
@@ -140,12 +139,7 @@ def history_features(
     happened, is_known = log.actions[:, action], known_rows(log, action)
     engaged = log.actions.any(1) & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
-    keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
-    of_author = engaged & (log.author_id != 0)
-    user, pair, again = (
-        Past.of(key, log.impression_ts, happened, counted)
-        for key, counted in zip(keys, (engaged, of_author, engaged), strict=True)
-    )
+    user, pair, again = of_users(log, happened, engaged)
     seconds = (log.impression_ts - log.created_at).astype(np.float32)
     last = examples.last - 1
     since = np.where(last >= examples.first, examples.times - examples.events.impression_ts[last], np.nan)
