@@ -59,6 +59,7 @@ check: $(VENV)/.installed ## lint and check types, then build the wheel, and the
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy docs/examples/*.py
 	$(BIN)/lint-imports
 	$(PYTEST) tests/builds $(ARGS)
 

@@ -58,7 +58,7 @@ def residuals(rows: Floats, book: Floats) -> tuple[Floats, NDArray[np.int32]]:
 
 def codes_of(vectors: Floats, book: Floats) -> NDArray[np.int32]:
     """The codes of each vector, int32 `[n, levels]`; 0 for a vector of zeros."""
-    codes = [residuals(piece, book)[1] * piece.any(1)[:, None] for piece in pieces(vectors)]
+    codes = [residuals(piece, book)[1] * piece.any(1, keepdims=True) for piece in pieces(vectors)]
     return np.concatenate(codes).astype(np.int32)
 
 

@@ -27,7 +27,8 @@ from movielens import ACTIONS, FOLDER, log_of, table_of
 from numpy.typing import NDArray
 
 from weights.checkpoint import load_checkpoint
-from weights.lab.evaluate.baselines import Past, history_features, post_vectors
+from weights.lab.counts import Past
+from weights.lab.evaluate.baselines import history_features, post_vectors
 from weights.lab.evaluate.evaluation import Judge
 from weights.lab.evaluate.metrics import Sampled
 from weights.lab.evaluate.predict import predict

@@ -88,7 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "world":
         sizes = {name: getattr(options, name) for name in SIZE}
-        settings = WorldSettings(seed=options.seed, **sizes, **TASTES, **NEW)
+        settings = WorldSettings(**{"seed": options.seed} | sizes | TASTES | NEW)
         drawn = simulate(settings)
         save_world(options.out, drawn)
         print(f"{options.out} holds {len(drawn.log):,} impressions; the test period starts at {settings.test_ts}")

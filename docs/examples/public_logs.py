@@ -63,13 +63,20 @@ def assembled(columns: dict[str, Ints], actions: dict[str, NDArray[np.bool_]]) -
     """A log in time order from columns `[n]` by the log's names; those left out are 0, and no two requests share an id."""
     rows = len(columns["post_id"])
     order = np.lexsort((columns["request_id"], columns["impression_ts"]))
-    kinds = dict.fromkeys(("request_id", "user_id", "post_id", "author_id"), np.uint64)
-    whole = {
-        name: columns.get(name, np.zeros(rows, np.int64))[order].astype(kinds.get(name, np.int64))
-        for name in (*kinds, "impression_ts", "product_surface", "created_at")
-    }
-    taken = np.stack(list(actions.values()), 1)[order]
-    return Log(**whole, dwell_seconds=np.zeros(rows, np.float32), actions=taken, action_names=tuple(actions))
+    columns = {name: column[order] for name, column in columns.items()}
+    none = np.zeros(rows, np.int64)
+    return Log(
+        request_id=columns.get("request_id", none).astype(np.uint64),
+        impression_ts=columns.get("impression_ts", none),
+        user_id=columns.get("user_id", none).astype(np.uint64),
+        post_id=columns["post_id"].astype(np.uint64),
+        author_id=columns.get("author_id", none).astype(np.uint64),
+        product_surface=columns.get("product_surface", none),
+        created_at=columns.get("created_at", none),
+        dwell_seconds=np.zeros(rows, np.float32),
+        actions=np.stack(list(actions.values()), 1)[order],
+        action_names=tuple(actions),
+    )
 
 
 def first_rows(log: Log, rows: int) -> Log:
@@ -115,7 +122,7 @@ def shelves(source: Path, names: tuple[str, ...]) -> Log:
         for mine in by_household.values():
             household += 1
             if name in SORTED_BY_BRAND:
-                rng.shuffle(mine)  # type: ignore[arg-type]
+                rng.shuffle(mine)
             for place, row in enumerate(mine):
                 request += 1
                 time = BEGIN + int((place + rng.random()) / len(mine) * YEAR)
