@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -112,17 +113,24 @@ def _is_day(digits: str) -> bool:
 
 
 def since_of(since: str, manifest: Manifest, log: Log) -> int:
-    """The time from which on a checkpoint is measured on a log: `--since`, or where its training ended. Raises CheckpointError."""
-    if since:
-        return time_of(since)
+    """The time from which on a checkpoint is measured on a log: `--since`, or where its training ended. Raises CheckpointError.
+
+    Warns on standard error if rows from there on are of the time that it was trained on.
+    """
+    from weights.lab.training.log import time_words
+
     until = manifest.trained_until_ts
+    if since:
+        start = time_of(since)
+        if until is not None and max(start, log.impression_ts[0]) < until:
+            seen = f"{manifest.name} was trained until {time_words(until)}: it may have learned from what is measured here."
+            print(f"Warning: {seen}", file=sys.stderr, flush=True)
+        return start
     if until is None:
         raise CheckpointError(
             "The checkpoint does not say where its training ended: give --since, a time after which it saw nothing."
         )
     if until > log.impression_ts[-1]:
-        from weights.lab.training.log import time_words
-
         raise CheckpointError(
             f"The checkpoint was trained until {time_words(until)}, and the log covers {log.span}: give a newer log."
         )

@@ -26,7 +26,17 @@ from weights.commands.console import (
 )
 from weights.errors import CheckpointError
 from weights.format.writer import check_target, refused_writing, write_whole
-from weights.lab.commands.options import REFUSED, Cache, LogFile, Until, WorldSet, naming, time_of, with_settings
+from weights.lab.commands.options import (
+    REFUSED,
+    Cache,
+    LogFile,
+    Until,
+    WorldSet,
+    naming,
+    since_of,
+    time_of,
+    with_settings,
+)
 
 TowerSet = Annotated[
     list[str] | None,
@@ -182,11 +192,7 @@ def eval_retrieval(
         with progress_bar() as bar:
             impressions = read_log(log, manifest.ids, manifest.config.product_surfaces, cache, bar)
         impressions = aligned(impressions, manifest.action_names)
-        until = time_of(since) if since else manifest.training.get("until_ts")
-        if type(until) is not int:
-            raise CheckpointError(
-                "The checkpoint does not say where its training ended: give --since, a time after which it saw nothing."
-            )
+        until = since_of(since, manifest, impressions)
         check_split(impressions, until)
         weights = (
             score_weights_of(score_weights, impressions.action_names)

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -239,6 +240,20 @@ def test_a_beginning_after_the_log_writes_nothing(command: str, since: str, desk
     assert (code, said.count("\n")) == (1, 1), said
     assert ("looks like milliseconds" in said) is (len(since) > 10), said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("day", "warned"), [("2026-06-01", True), ("1980-01-01", True), ("", False)])
+@pytest.mark.parametrize("command", ["eval", "eval-retrieval", "calibrate"])
+def test_requests_that_training_has_seen_are_warned_of(
+    command: str, day: str, warned: bool, desk: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(desk / "ranker", tmp_path / "ranker")
+    words = [
+        own if word == desk / "ranker" else word
+        for word in commands(desk, desk / "log.parquet", tmp_path / "out")[command]
+    ]
+    _, said = run(command, *words, *(["--since", day] if day else []))
+    assert ("it may have learned from what is measured here" in said) is warned, said
 
 
 def test_posts_leave_a_file_of_another_name_alone(desk: Path, tmp_path: Path) -> None:
