@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
 
 from app.corpus.posts import MAX_POSTS, read_change
-from app.corpus.stream import Entry, FeedError, Stream
+from app.corpus.stream import Entry, FeedAway, FeedError, Stream
 from app.errors import CorpusNotLoaded, ServiceError
 from app.interface import CorpusState, ServedCorpus
 from app.telemetry.metrics import Metrics
@@ -23,8 +24,9 @@ from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.text_ids import IdKind
 
 MAX_ENTRY_BYTES = 4 * 2**20  # of one change, as at the admin interface
-MOST_ENTRIES = 2000  # read at once
-MOST_BYTES = 16 * 2**20  # read at once, if entries are as long as those before
+MOST_ENTRIES = 2000  # made as one change
+MOST_BYTES = 16 * 2**20  # of the entries made as one change; the last reply may bring more
+REPLY_ENTRIES = 64  # of one reply of the stream, whose length nobody knows before
 WAIT_SECONDS = 0.2
 ROUND_SECONDS = 0.05
 MILESTONE = 2**16  # changes: replicas scraped a few seconds apart show their digests after the same change
@@ -63,6 +65,7 @@ class FeedReader:
         self._as_of: float | None = None  # monotonic time up to which all changes were made
         self._reached = ""  # the position of the last one
         self._unreadable = ""  # the position of the last entry that could not be read
+        self._aside = deque[tuple[Entry, str]]()  # unreadable entries to be put aside, with their reasons
         self._longest = MOST_BYTES // 16  # bytes of the longest recent entry
 
     @property
@@ -91,6 +94,7 @@ class FeedReader:
             while True:
                 reason = ""
                 try:
+                    await self._put_aside()
                     await self._follow(corpus)
                     pause = 0.0
                 except CorpusNotLoaded:
@@ -103,17 +107,17 @@ class FeedReader:
                     log.error("feed_stopped", reason=reason) if reason else log.info("feed_resumed")
                 await asyncio.sleep(pause)
         finally:
+            for entry, reason in self._aside:
+                self._tell(entry, f"{reason} It could not be saved: the feed ends.")
             await asyncio.to_thread(self._stream.close)  # which waits for a read that is under way
 
     async def _follow(self, corpus: Follower) -> None:
         """Make the changes that are there, or wait a moment for some."""
         began, mark, ids = time.monotonic(), corpus.mark, corpus.served.corpus.ids
         self._reached = position = mark.position
-        most = max(1, min(MOST_ENTRIES, MOST_BYTES // self._longest))
-        entries = await asyncio.to_thread(self._stream.after, position, most, WAIT_SECONDS)
+        entries, is_end = await asyncio.to_thread(self._read, position)
         if corpus.mark.position != position:
             return  # another corpus serves now
-        self._longest = max(self._longest // 2, 1024, *(len(entry.body or b"") for entry in entries))
         epoch = time.monotonic() - time.time()  # Unix time is looked at here only: somebody may set its clock
         if entries:
             self._has_all_before(epoch + entries[0].unix_seconds, began)
@@ -125,9 +129,34 @@ class FeedReader:
             self._reached = position = part[-1].position
             self._has_all_before(epoch + part[-1].unix_seconds, began)
         still_serves = corpus.mark.position == position  # another one may have come while the parts were made
-        if still_serves and len(entries) < most:
+        if still_serves and is_end:
             self._as_of = began
+        await self._put_aside()  # after the changes, which do not wait for it
+        if still_serves and is_end:
             await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # a larger round costs little more
+
+    def _read(self, position: str) -> tuple[list[Entry], bool]:
+        """Return entries after this position, or wait a moment for some, and whether the stream ended there. Called in a thread."""
+        entries, size = list[Entry](), 0
+        while len(entries) < MOST_ENTRIES and size < MOST_BYTES:
+            most = max(1, min(REPLY_ENTRIES, MOST_BYTES // self._longest))
+            try:
+                more = self._stream.after(position, most, 0.0 if entries else WAIT_SECONDS)
+            except FeedError:
+                self._longest = min(
+                    MOST_BYTES, 4 * MOST_BYTES // most
+                )  # the reply may have been too long to come in time
+                if entries:
+                    break
+                raise
+            lengths = [len(entry.body or b"") for entry in more]
+            self._longest = max(self._longest // 2, 1024, *lengths)
+            entries += more
+            size += sum(lengths)
+            if len(more) < most:
+                return entries, True
+            position = more[-1].position
+        return entries, False
 
     def _has_all_before(self, written: float, now: float) -> None:
         """Everything written before this time, in monotonic seconds, has been made. An entry from the future tells nothing, nor one from
@@ -155,7 +184,7 @@ class FeedReader:
         return parts
 
     def _readable(self, entry: Entry, ids: IdKind) -> PostChange | None:
-        """Return the entry's change, or None if it cannot be read. That is counted and logged, and the feed goes on."""
+        """Return the entry's change, or None if it cannot be read: then it will be put aside, unless it was so already."""
         if entry.body is None:
             reason = "The entry has no field named change."
         elif len(entry.body) > MAX_ENTRY_BYTES:
@@ -165,16 +194,27 @@ class FeedReader:
                 return read_change(entry.body, ids)
             except Exception as error:
                 reason = error.detail if isinstance(error, ServiceError) else type(error).__name__
-        if Mark(position=self._unreadable).reaches(entry.position):
-            return None  # already logged; only the entries read with it are tried again
-        try:
-            self._stream.bury(entry, reason)
-        except FeedError as error:
-            reason = f"{reason} It could not be saved: {error}"
-        self._unreadable = entry.position
+        if not Mark(position=self._unreadable).reaches(entry.position):
+            self._unreadable = entry.position
+            self._aside.append((entry, reason))
+        return None
+
+    async def _put_aside(self) -> None:
+        """Save, count and log the unreadable entries. Raises FeedAway: the next call goes on there. Another failure is logged."""
+        while self._aside:
+            entry, reason = self._aside[0]
+            try:
+                await asyncio.to_thread(self._stream.bury, entry, reason)
+            except FeedAway:
+                raise
+            except FeedError as error:
+                reason = f"{reason} It could not be saved: {error}"
+            self._aside.popleft()
+            self._tell(entry, reason)
+
+    def _tell(self, entry: Entry, reason: str) -> None:
         self._metrics.feed_entries.labels("unreadable").inc()
         log.error("feed_entry_unreadable", position=entry.position, reason=reason)
-        return None
 
 
 def _sentence_of(error: Exception) -> str:

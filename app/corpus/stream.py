@@ -33,6 +33,10 @@ class FeedError(Exception):
     """The feed cannot be read, or an entry not be put aside. The text is a sentence of ours, without addresses and names."""
 
 
+class FeedAway(FeedError):
+    """The feed does not answer now; a later try may do."""
+
+
 class Stream(Protocol):
     """What a feed is read from. Used by one thread at a time; every method may wait for the network, and raises FeedError."""
 
@@ -141,13 +145,15 @@ class RedisStream:
 
     def bury(self, entry: Entry, reason: str) -> None:
         """See `Stream.bury`: under its own id in the stream `STREAM:unreadable`, once for all replicas."""
+        from redis.exceptions import NoPermissionError, ResponseError
+
         stream, fields = self._stream + UNREADABLE, {"change": entry.body or b"", "reason": reason}
         with _in_our_words():
             try:
                 self._redis.xadd(stream, fields, id=entry.position)
-            except Exception as error:
+            except ResponseError as error:
                 if "equal or smaller" in str(error):
-                    with suppress(Exception):  # who may write there may perhaps not read
+                    with suppress(NoPermissionError):  # who may write there may perhaps not read
                         if self._redis.xrange(stream, entry.position, entry.position):
                             return  # another replica has already put it there
                     raise FeedError("The stream for unreadable entries has a later one already.") from None
@@ -163,26 +169,28 @@ def _in_our_words() -> Iterator[None]:
     """Raise a FeedError in place of an error of redis-py, which may quote the address, a password or a path."""
     from redis import exceptions
 
-    reasons: dict[type[Exception], str] = {
-        exceptions.AuthenticationError: "Redis refuses the feed's user or password.",
+    passing: dict[type[Exception], str] = {
         exceptions.BusyLoadingError: "Redis is still loading its data.",
+        exceptions.MasterDownError: "This Redis is a replica that has lost its primary.",
+        exceptions.ClusterDownError: "The Redis Cluster does not serve the stream now.",
+        exceptions.TimeoutError: "Redis does not answer in time.",
+    }
+    lasting: dict[type[Exception], str] = {
+        exceptions.AuthenticationError: "Redis refuses the feed's user or password.",
         exceptions.NoPermissionError: "Redis does not allow the feed's user to do this: it needs XRANGE, XREAD and XINFO on the stream, "
         "and XADD and XRANGE on the one for unreadable entries.",
         exceptions.MovedError: "This node of a Redis Cluster does not hold the stream: name the node that does.",
-        exceptions.ClusterDownError: "The Redis Cluster does not serve the stream now.",
-        exceptions.MasterDownError: "This Redis is a replica that has lost its primary.",
         exceptions.ReadOnlyError: "This Redis is a replica, which takes no entries: name the primary.",
         exceptions.OutOfMemoryError: "Redis is out of memory.",
-        exceptions.TimeoutError: "Redis does not answer in time.",
     }
     try:
         yield
     except FeedError:
         raise
     except Exception as error:
-        for kind, reason in reasons.items():
+        for kind, reason in (passing | lasting).items():
             if isinstance(error, kind):
-                raise FeedError(reason) from None
+                raise (FeedAway if kind in passing else FeedError)(reason) from None
         if isinstance(error, exceptions.ResponseError):
             is_other = str(error).startswith("WRONGTYPE")
             raise FeedError(
@@ -190,7 +198,7 @@ def _in_our_words() -> Iterator[None]:
                 if is_other
                 else "Redis refuses the command."
             ) from None
-        raise FeedError(f"Redis cannot be reached: {_cause_of(error)}.") from None
+        raise FeedAway(f"Redis cannot be reached: {_cause_of(error)}.") from None
 
 
 def _cause_of(error: BaseException) -> str:

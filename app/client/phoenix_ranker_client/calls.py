@@ -149,7 +149,7 @@ class Calls:
         *,
         timeout_seconds: float = TIMEOUT_SECONDS,
         request_id: str | None = None,
-        at_least: int | str | None = None,
+        at_least: int | str | bytes | None = None,
         **options: Any,
     ) -> Call[Retrieval]:
         """The best posts of the service's corpus. `at_least`: a sequence of the corpus, or a position of its feed, that the reply must
@@ -165,7 +165,7 @@ class Calls:
         *,
         timeout_seconds: float = TIMEOUT_SECONDS,
         request_id: str | None = None,
-        at_least: int | str | None = None,
+        at_least: int | str | bytes | None = None,
         **options: Any,
     ) -> Call[Recommendation]:
         """The best posts of the service's corpus, ranked. Raises RankerError."""
@@ -179,11 +179,12 @@ class Calls:
         parse: Callable[[Any], C],
         timeout_seconds: float,
         request_id: str | None,
-        at_least: int | str | None = None,
+        at_least: int | str | bytes | None = None,
     ) -> Call[C]:
         headers = self._headers | {"x-routing-key": routing_key(request.user_id, self._secret)}
         if at_least is not None:
-            headers["x-corpus-at-least"] = str(at_least)
+            position = at_least.decode() if isinstance(at_least, bytes) else at_least  # redis-py's xadd returns bytes
+            headers["x-corpus-at-least"] = str(position)
         whole = partial(request.to_json, whole=True) if request.context and request.history is not None else None
         return Call(f"{self._base_url}/{path}", request.to_json, parse, timeout_seconds, request_id, headers, whole)
 

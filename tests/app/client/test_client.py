@@ -269,12 +269,13 @@ def test_a_context_goes_by_its_handle_or_whole(start: Start) -> None:
     assert script.bodies()[1]["history"]["post_id"] == [], "an empty history is one"
 
 
-def test_a_replica_that_is_behind_is_asked_again(start: Start) -> None:
+@pytest.mark.parametrize(("at_least", "sent"), [(12, "12"), ("12-0", "12-0"), (b"12-0", "12-0")])
+def test_a_replica_that_is_behind_is_asked_again(start: Start, at_least: int | str | bytes, sent: str) -> None:
     posts = {"model": GOOD["model"], "corpus": {}, "posts": [], "visible": 0, "timings_ms": {}}
     script = start(refusal(503, "corpus_behind", **{"retry-after": "0"}), Reply(200, orjson.dumps(posts)))
     with RankerClient(script.url) as ranker:
-        assert ranker.retrieve(7, HISTORY, k=5, at_least=12).posts == []
-    assert script.requests[1][0]["x-corpus-at-least"] == "12"
+        assert ranker.retrieve(7, HISTORY, k=5, at_least=at_least).posts == []
+    assert script.requests[1][0]["x-corpus-at-least"] == sent
 
 
 class Label(enum.StrEnum):

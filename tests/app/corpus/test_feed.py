@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import structlog
 
 from app.corpus.feed import FeedReader
 from app.corpus.searches import Searches
-from app.corpus.stream import Entry, FeedError, RedisStream, open_feed
+from app.corpus.stream import Entry, FeedAway, FeedError, RedisStream, open_feed
 from app.errors import ChangedByFeed, CorpusBehind
 from app.interface import CorpusState
 from app.settings import SettingsProblem
@@ -326,9 +327,9 @@ async def test_an_unreadable_entry_is_counted_saved_and_stops_nobody(tmp_path: P
             write(redis, upsert(900), *bad)
             redis.client().xadd("posts", {"body": "{}"})
             state = await at(searches, write(redis, upsert(901)))
+            count = b'ranker_feed_entries_total{result="unreadable"} 8.0'
+            await until(lambda: count in searches.metrics.render())
         assert (state.mark.sequence, state.posts) == (2, 299 + 2)
-        shown = searches.metrics.render().decode()
-        assert 'ranker_feed_entries_total{result="unreadable"} 8.0' in shown
     said = [line["reason"] for line in logs if line["event"] == "feed_entry_unreadable"]
     assert said[-1] == "The entry has no field named change."
     assert len(said) == 8
@@ -460,6 +461,79 @@ async def test_an_unreadable_entry_is_logged_once_however_often_tried() -> None:
     said = [line for line in logs if line["event"] == "feed_entry_unreadable"]
     assert [line["position"] for line in said] == ["1-0", "3-0"]
     assert all(line["reason"].endswith("It could not be saved: Redis is out of memory.") for line in said)
+
+
+async def test_changes_do_not_wait_for_what_is_put_aside() -> None:
+    """The feed goes away after it was read: what was read is made, the reason is said, and the unreadable entry is saved later."""
+    stream, corpus, is_away = Entries(entry(1, b"{"), entry(2), entry(3, b"[")), Corpus(), True
+
+    def bury(buried: Entry, reason: str) -> None:
+        if is_away:
+            raise FeedAway("Redis does not answer in time.")
+        stream.kept.append(buried.position)
+
+    stream.bury = bury  # type: ignore[method-assign]
+    reader = FeedReader(stream, Metrics(), 300.0)
+    running = asyncio.ensure_future(reader.run(corpus))
+    with structlog.testing.capture_logs() as logs:
+        await until(lambda: bool(reader.reason))
+        assert (corpus.mark.sequence, corpus.mark.position) == (1, "3-0")
+        assert reader.reason == "Redis does not answer in time."
+        is_away = False
+        await until(lambda: not reader.reason)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert stream.kept == ["1-0", "3-0"]
+    assert not [line for line in logs if "saved" in line.get("reason", "")]
+
+
+async def test_a_feed_that_ends_puts_nothing_more_aside() -> None:
+    stream = Entries(*(entry(number, b"{") for number in range(1, 40)))
+    begun = threading.Event()
+
+    def bury(buried: Entry, reason: str) -> None:
+        stream.kept.append(buried.position)
+        begun.set()
+        time.sleep(0.05)
+
+    stream.bury = bury  # type: ignore[method-assign]
+    with structlog.testing.capture_logs() as logs:
+        await follow(stream, Corpus(), until_=lambda _: begun.is_set())
+    ended = len(stream.kept)
+    await asyncio.sleep(0.3)
+    assert len(stream.kept) <= ended + 1 < 20
+    said = [line for line in logs if line["event"] == "feed_entry_unreadable"]
+    assert [line["position"] for line in said] == [f"{number}-0" for number in range(1, 40)], (
+        "none is passed over in silence"
+    )
+    assert "the feed ends" in said[-1]["reason"]
+
+
+async def test_long_entries_behind_short_ones_are_read_in_pieces() -> None:
+    """A reply of over 3 MB does not come in time, and nobody knows how long the next entries are."""
+
+    class Slow(Entries):
+        longest = 0
+
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Entry]:
+            found = super().after(position, most, wait_seconds)
+            size = sum(len(each.body or b"") for each in found)
+            self.longest = max(self.longest, size)
+            if size > 3_000_000:
+                raise FeedAway("Redis does not answer in time.")
+            return found
+
+    stream, corpus = Slow(*map(entry, range(1, 30))), Corpus()
+    reader = FeedReader(stream, Metrics(), 300.0)
+    running = asyncio.ensure_future(reader.run(corpus))
+    await until(lambda: len(stream.asked) > 30)
+    long = json.dumps({"delete": [5]}).encode().ljust(100_000)
+    stream.entries.extend(entry(number, long) for number in range(30, 400))
+    await until(lambda: corpus.mark.position == "399-0")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert corpus.mark.sequence == 399
+    assert stream.longest < 8_000_000, "a short while ago, thousands of short ones came at once"
 
 
 @pytest.mark.parametrize(
