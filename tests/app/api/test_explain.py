@@ -259,8 +259,8 @@ def test_an_explanation_rests_until_half_of_its_time_is_over(monkeypatch: pytest
     monkeypatch.setattr(time, "perf_counter", lambda: real() + ahead)
     with served(FakeEngine(before=seem_slow)) as (client, _):
         began = time.monotonic()
-        assert client.post("/explain", json=question(), headers={"x-request-timeout-ms": "900"}).status_code == 200
-        assert 0.45 <= time.monotonic() - began < 0.9
+        assert client.post("/explain", json=question(), headers={"x-request-timeout-ms": "4000"}).status_code == 200
+        assert 2 <= time.monotonic() - began < 4
 
 
 def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:

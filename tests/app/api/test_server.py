@@ -289,7 +289,7 @@ STOPPED = """if True:
     from tests.app.api.live import until
     from tests.support import rankers
     def end():
-        until(lambda: ranker.health().ready)
+        until(lambda: ranker.health().ready, 50)
         os.kill(os.getpid(), signal.SIGTERM)
     ranker = rankers.create(port=0, drain={"delay_seconds": 0})
     threading.Thread(target=end).start()
