@@ -212,6 +212,13 @@ def test_the_operators_page_lists_every_event_and_no_other() -> None:
     assert listed - {node.value for node in nodes if isinstance(node, ast.Constant)} == set()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_a_line_for_cron_has_the_whole_path(page: Path) -> None:
+    """Cron looks for commands in /usr/bin and /bin alone."""
+    commands = re.findall(r"^[\d*][^\s|]*(?: [\d*][^\s|]*){4} (\S+)", page.read_text(), re.M)
+    assert [command for command in commands if not command.startswith("/")] == []
+
+
 def events(node: ast.AST) -> Iterator[str]:
     """The events that a call of `log` or of a fresh logger may write."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
