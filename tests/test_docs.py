@@ -212,6 +212,12 @@ def test_the_operators_page_lists_every_event_and_no_other() -> None:
     assert listed - {node.value for node in nodes if isinstance(node, ast.Constant)} == set()
 
 
+def test_the_map_of_the_code_names_every_file_of_the_api() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    files = {path.name for path in (ROOT / "app/api").glob("*.py")} - {"__init__.py"}
+    assert {name for name in files if not re.search(rf"`(?:api/)?{name}`", page)} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_a_line_for_cron_has_the_whole_path(page: Path) -> None:
     """Cron looks for commands in /usr/bin and /bin alone."""
