@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from app import cli
 from app.main import create_admin_app, create_app
 from app.settings import CONFIG, names
+from app.telemetry.logs import AccessLine
 from app.telemetry.metrics import Metrics, Snapshot, figures
 from loadtest.__main__ import COMMANDS
 from loadtest.machine import ROOT
@@ -210,6 +211,13 @@ def test_the_operators_page_lists_every_event_and_no_other() -> None:
     nodes = [node for tree in trees for node in ast.walk(tree)]
     assert {event for node in nodes for event in events(node)} - listed == set()
     assert listed - {node.value for node in nodes if isinstance(node, ast.Constant)} == set()
+
+
+def test_the_operators_page_has_every_key_of_a_log_line() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    keys = page.partition("| key of `request` and `probe` |")[2].partition("| event |")[0]
+    rows = re.findall(r"^\| (`.*?) \|", keys, re.M)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(AccessLine.__struct_fields__)
 
 
 def test_the_map_of_the_code_names_every_file_of_the_api() -> None:
