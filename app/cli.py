@@ -107,7 +107,7 @@ def root(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Ranks a feed with the Grok transformer: make checkpoints, and serve them."""
+    """Ranks posts with the Grok transformer: make checkpoints, and serve them."""
 
 
 @cli.command()

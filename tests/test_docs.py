@@ -18,9 +18,10 @@ import typer
 from fastapi.routing import APIRoute
 from typer.core import TyperGroup
 
-from app import cli
+from app import cli, errors
 from app.main import create_admin_app, create_app
 from app.settings import CONFIG, names
+from app.telemetry.logs import AccessLine
 from app.telemetry.metrics import Metrics, Snapshot, figures
 from loadtest.__main__ import COMMANDS
 from loadtest.machine import ROOT
@@ -210,6 +211,34 @@ def test_the_operators_page_lists_every_event_and_no_other() -> None:
     nodes = [node for tree in trees for node in ast.walk(tree)]
     assert {event for node in nodes for event in events(node)} - listed == set()
     assert listed - {node.value for node in nodes if isinstance(node, ast.Constant)} == set()
+
+
+def test_the_operators_page_has_every_key_of_a_log_line() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    keys = page.partition("| key of `request` and `probe` |")[2].partition("| event |")[0]
+    rows = re.findall(r"^\| (`.*?) \|", keys, re.M)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(AccessLine.__struct_fields__)
+
+
+def test_the_operators_page_lists_every_error() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    rows = page.partition("| status, code |")[2].partition("## Logs")[0]
+    known = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ServiceError)]
+    codes = {each.code for each in known if each.status != 499}
+    assert {code for code in codes if f"`{code}`" not in rows} == set()
+
+
+def test_the_map_of_the_code_names_every_file_of_the_api() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    files = {path.name for path in (ROOT / "app/api").glob("*.py")} - {"__init__.py"}
+    assert {name for name in files if not re.search(rf"`(?:api/)?{name}`", page)} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_a_line_for_cron_has_the_whole_path(page: Path) -> None:
+    """Cron looks for commands in /usr/bin and /bin alone."""
+    commands = re.findall(r"^[\d*][^\s|]*(?: [\d*][^\s|]*){4} (\S+)", page.read_text(), re.M)
+    assert [command for command in commands if not command.startswith("/")] == []
 
 
 def events(node: ast.AST) -> Iterator[str]:

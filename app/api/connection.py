@@ -155,7 +155,7 @@ class Connection(HttpToolsProtocol):
         while (
             self.parsed < end and self.callbacks < MOST_CALLBACKS and not self.flow.read_paused and not self.is_over()
         ):
-            self.feed(self.next_piece())
+            self.parse_piece(self.next_piece())
             end = len(self.received)
         if self.is_over():
             self.received, self.parsed = b"", 0
@@ -185,7 +185,7 @@ class Connection(HttpToolsProtocol):
         self.parsed = min(stop, len(self.received))
         return memoryview(self.received)[start : self.parsed]
 
-    def feed(self, piece: memoryview) -> None:
+    def parse_piece(self, piece: memoryview) -> None:
         """Parse this piece."""
         self.callbacks += 1
         self.unread += len(piece)

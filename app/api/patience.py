@@ -10,7 +10,7 @@ import math
 from collections import deque
 
 MEMORY_SECONDS, MOST_LEAVERS = 5.0, 32
-LEAST_LEAVERS, MOMENT_SECONDS = 3, 0.1  # a feed service that ends takes all its calls with it in one moment
+LEAST_LEAVERS, MOMENT_SECONDS = 3, 0.1  # a caller whose process ends takes all its calls with it in one moment
 LEAVERS_SHARE, FEW_LEAVERS_SHARE = 0.05, 0.01  # from which it begins to count, and below which it ends to
 REPLIES = 16  # that an average goes over
 MOST_SHARE, LEAST_SHARE = 0.7, 0.4  # of the time after which callers left, within which replies are wanted

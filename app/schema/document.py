@@ -133,7 +133,7 @@ _HEADERS_OUT = {
     "X-Model-Version": "Version of the checkpoint.",
     "X-Context": "The handle of the ranking model's context, if the cache keeps it; for a batch, if it has one ranking.",
     "X-Context-Cache": "`hit` if all of the user's context came from the cache, otherwise `miss`.",
-    "Server-Timing": "Milliseconds by stage: `parse`, `queue`, `forward`, `serialize`.",
+    "Server-Timing": "Milliseconds by stage, such as `parse`, `queue`, `forward` and `serialize`.",
 }
 
 

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import msgspec
 import orjson
 import structlog
+from structlog.typing import EventDict
 
 from app.settings import Logs
 
@@ -32,7 +33,6 @@ PLACEHOLDER = re.compile(r"%(\(\w+\))?[-#0 +]*[\d*]*(\.[\d*]+)?[a-zA-Z]")  # of 
 RETRY_SECONDS = 0.2
 DRAIN_SECONDS = 2.0  # at the end, for a reader that is slow or stalled
 
-Event = MutableMapping[str, Any]
 LEVEL_NAMES = {level: name.lower() for name, level in logging.getLevelNamesMapping().items()}
 
 
@@ -262,7 +262,7 @@ def takes_colours(stream: TextIO | None = None) -> bool:
     return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def render(logger: Any, name: str, event: Event) -> str:
+def render(logger: Any, name: str, event: EventDict) -> str:
     """ASCII only, so that no terminal or log viewer finds a control character. It never raises."""
     try:
         if (line := orjson.dumps(event)).isascii():
@@ -277,7 +277,7 @@ def render(logger: Any, name: str, event: Event) -> str:
     return text.replace("\x7f", "\\u007f")
 
 
-def stamp(logger: Any, name: str, event: Event) -> Event:
+def stamp(logger: Any, name: str, event: EventDict) -> EventDict:
     """Add the time: a processor of structlog."""
     event["time"] = now()
     return event
@@ -295,7 +295,7 @@ def of_second(seconds: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
-def without_data(logger: Any, name: str, event: Event) -> Event:
+def without_data(logger: Any, name: str, event: EventDict) -> EventDict:
     """Keep of a library's line what stands in the library's code: a processor of structlog. What is put into such a line may be an address
     with a password, or what a caller sent."""
     event["event"] = PLACEHOLDER.sub("…", event["event"].partition("\n")[0])
@@ -305,14 +305,14 @@ def without_data(logger: Any, name: str, event: Event) -> Event:
     return event
 
 
-def of_exception(error: BaseException) -> Event:
+def of_exception(error: BaseException) -> EventDict:
     """The type of an exception and where it was raised, without the message: that may hold what a caller sent."""
     frames = traceback.extract_tb(error.__traceback__)
     trace = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]]
     return {"error": type(error).__name__, "trace": trace}
 
 
-def shorten(logger: Any, name: str, event: Event) -> Event:
+def shorten(logger: Any, name: str, event: EventDict) -> EventDict:
     """Cut values that are too long: a processor of structlog."""
     for key, value in event.items():
         if isinstance(value, str) and len(value) > MAX_TEXT and key != "exception":

@@ -57,11 +57,11 @@ class Pool {
 
     // Takes what it gets: where the system refuses a thread, the pool works with those it has.
     explicit Pool(long threads) {
-        workers_.reserve(threads);
+        threads_.reserve(threads);
         try {
             for (long i = 1; i < threads; ++i) {
                 if (must_fail()) throw std::bad_alloc();
-                workers_.emplace_back([this, i] { work(i); });
+                threads_.emplace_back([this, i] { work(i); });
             }
         } catch (const std::exception&) {
         }
@@ -72,12 +72,12 @@ class Pool {
             stop_ = true;
         }
         wake_.notify_all();
-        for (auto& worker : workers_) worker.join();
+        for (auto& thread : threads_) thread.join();
     }
-    long size() const { return long(workers_.size()) + 1; }
+    long size() const { return long(threads_.size()) + 1; }
 
     // Runs task(index, thread) for every index below count, the caller as thread 0. Returns when all are done, without
-    // waiting for a worker that has not even woken up: it will find nothing to claim. With `alone`, no worker is woken up for it.
+    // waiting for a thread that has not even woken up: it will find nothing to claim. With `alone`, no thread is woken up for it.
     // Tasks must not throw.
     void run(Number count, const Task& task, bool alone = false) {
         Round round;
@@ -125,7 +125,7 @@ class Pool {
         }
     }
 
-    std::vector<std::thread> workers_;
+    std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable wake_;
     Round round_;

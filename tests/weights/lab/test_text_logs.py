@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from tests.weights.call import run
 from weights.actions import SCORE_WEIGHT_SETS
 from weights.checkpoint import load_manifest
-from weights.lab.training.log import COLUMNS, ID_COLUMNS, Log, read_log, write_log
+from weights.lab.training.log import COLUMNS, HASHES, ID_COLUMNS, IDS_KEY, Log, read_log, write_log
 from weights.lab.world.simulate import World
 from weights.tables import LogError
 from weights.text_ids import text_id
@@ -31,7 +31,7 @@ COLLIDING = (
 
 @pytest.fixture(scope="module")
 def logs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The beginning of a log with integers, with texts, and with texts as JSON lines."""
+    """The beginning of a log with integers, with texts, with texts as JSON lines, and with the hashes of texts, as `join` marks them."""
     path = tmp_path_factory.mktemp("logs")
     write_log(path / "integers.parquet", world.log.take(np.arange(ROWS)))
     table = pq.read_table(path / "integers.parquet")
@@ -40,6 +40,8 @@ def logs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         table = table.set_column(table.column_names.index(name), name, pa.array(texts))
     pq.write_table(table, path / "texts.parquet")
     (path / "texts.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())))
+    hashes = pq.read_table(path / "integers.parquet").replace_schema_metadata({IDS_KEY: HASHES})
+    pq.write_table(hashes, path / "hashes.parquet")
     return path
 
 
@@ -148,3 +150,49 @@ def test_a_comparison_shows_and_links_texts(logs: Path, checkpoint: Path, tmp_pa
     assert run("random", "--out", tmp_path / "integers")[0] == 0
     args = ("--log", logs / "texts.parquet", "--out", tmp_path / "out")
     assert "no log has both" in run("compare", checkpoint, tmp_path / "integers", *args)[1]
+
+
+INTEGERS = {
+    "log": ("log", "LOG"),
+    "train": ("train", "--log", "LOG", "--out", "OUT"),
+    "train-towers": ("train-towers", "--log", "LOG", "--out", "OUT"),
+    "eval": ("eval", "--checkpoint", "CHECKPOINT", "--log", "LOG", "--out", "OUT"),
+    "score": ("score", "--checkpoint", "CHECKPOINT", "--log", "LOG", "--out", "OUT"),
+    "compare": ("compare", "CHECKPOINT", "CHECKPOINT", "--log", "LOG", "--out", "OUT"),
+    "calibrate": ("calibrate", "CHECKPOINT", "--log", "LOG"),
+    "off-policy": ("off-policy", "--checkpoint", "CHECKPOINT", "--log", "LOG", "--temperature", "1"),
+}
+"""Commands that read a log, here one of hashes, as one whose ids are integers."""
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_hashes_of_texts_are_not_read_as_integers(name: str, logs: Path, tmp_path: Path) -> None:
+    """They were, and a model was trained that the service fed with other ids."""
+    assert run("random", "--out", tmp_path / "integers")[0] == 0
+    given = {"LOG": logs / "hashes.parquet", "OUT": tmp_path / "out", "CHECKPOINT": tmp_path / "integers"}
+    code, said = run(*(given.get(word, word) for word in INTEGERS[name]))
+    assert code == 1, said
+    assert "hashes.parquet holds the hashes of texts" in said
+    assert "give --ids text" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_hashes_are_not_read_as_integers_with_a_cache(logs: Path, tmp_path: Path) -> None:
+    read_log(logs / "hashes.parquet", "text", cache=tmp_path / "cache")
+    with pytest.raises(LogError, match="give --ids text"):
+        read_log(logs / "hashes.parquet", cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("ids", [(), ("--ids", "text")], ids=str)
+def test_hashes_of_texts_give_no_table_of_posts(ids: tuple[str, ...], logs: Path, tmp_path: Path) -> None:
+    code, said = run("posts", logs / "hashes.parquet", *ids, "--out", tmp_path / "posts.parquet")
+    assert (code, "a corpus needs the texts" in said) == (1, True), said
+    assert not (tmp_path / "posts.parquet").exists()
+
+
+def test_hashes_of_texts_train_as_texts(logs: Path, tmp_path: Path) -> None:
+    settings = [w for one in ("epochs=0.3", "batch_contexts=8", "validation_requests=4") for w in ("--set", one)]
+    args = ("--ids", "text", "--log", logs / "hashes.parquet", "--out", tmp_path / "out", *settings)
+    code, said = run("train", *args, "--score-weights", "x-2026-09")
+    assert code == 0, said
+    assert load_manifest(tmp_path / "out").ids == "text"

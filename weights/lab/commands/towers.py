@@ -139,14 +139,18 @@ def posts(
 ) -> None:
     """Write the posts of a log as `corpus build` takes them: ids, authors and times, one row for each post."""
     with refusals(*REFUSED), naming(log):
-        from weights.lab.training.log import read_log
+        from weights.lab.training.log import HashesError, read_log
         from weights.lab.training.posts import write_posts
         from weights.tables import LogError
 
-        with progress_bar() as bar:
-            impressions = read_log(log, ids, cache=cache, progress=bar)
+        need = "the log holds the hashes of texts, as `join` writes them: a corpus needs the texts themselves"
+        try:
+            with progress_bar() as bar:
+                impressions = read_log(log, ids, cache=cache, progress=bar)
+        except HashesError as error:
+            raise LogError(need) from error
         if ids == "text" and impressions.texts is None:
-            raise LogError("the log holds the hashes of texts, as `join` writes them: a corpus needs the texts")
+            raise LogError(need)
         if since:
             is_newer = impressions.impression_ts >= time_of(since)
             if not is_newer.any():

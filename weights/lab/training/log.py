@@ -77,6 +77,11 @@ IN_MEMORY_ROWS = 5_000_000
 IDS_KEY, HASHES = b"phoenix_ranker.ids", b"hashes of texts"
 """In the metadata of a log's Parquet files: its ids are the hashes of texts, as a checkpoint with ids that are texts reads them."""
 
+
+class HashesError(LogError):
+    """A log holds the hashes of texts, and its ids are to be integers."""
+
+
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how many rows of how many are done."""
 
@@ -223,7 +228,7 @@ def read_log(
     served. `cache`: a directory that keeps the log, sorted, for the next time. Without it, a log of more than IN_MEMORY_ROWS is kept in
     `mapped.default_cache()`, and a smaller one is read into memory.
 
-    Raises LogError, which names the file and the row, for a log that cannot be used.
+    Raises LogError, which names the file and the row, for a log that cannot be used; HashesError as `open_log`.
     """
     source = open_log(path, ids)
     contexts = open_contexts(path)
@@ -249,12 +254,14 @@ def read_log(
 
 
 def open_log(path: Path | str, ids: IdKind = "uint64") -> Table:
-    """Open the impressions of a log for reading in pieces. Raises LogError."""
+    """Open the impressions of a log for reading in pieces. Raises LogError; HashesError for hashes of texts where `ids` are integers."""
     filesystem, place = filesystem_of(path)
     inner = f"{str(path).rstrip('/')}/{IMPRESSIONS}"
     is_pair = filesystem.get_file_info(f"{place.rstrip('/')}/{IMPRESSIONS}").type is pa.fs.FileType.Directory
     kinds = COLUMNS | OPTIONAL_COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids])
-    return open_table(inner if is_pair else path, kinds, in_every_row=True)
+    source = open_table(inner if is_pair else path, kinds, in_every_row=True)
+    kind_of(source.schema, str(path), ids)
+    return source
 
 
 def log_of(
@@ -289,7 +296,7 @@ def checked_columns(
     Raises LogError.
     """
     names = action_names(table.schema, where)
-    ids = kind_of(table.schema, ids)
+    ids = kind_of(table.schema, where, ids)
     if "user_id" in table.column_names:
         table = _with_nobody(table, ids)
     optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if name in table.column_names}
@@ -328,9 +335,18 @@ def _with_nobody(table: pa.Table, ids: IdKind) -> pa.Table:
     return table.set_column(table.column_names.index("user_id"), "user_id", column)
 
 
-def kind_of(schema: pa.Schema, ids: IdKind) -> IdKind:
-    """The kind of the ids in a log's columns, for a checkpoint with ids of this kind: a log may hold the hashes of texts."""
-    return "uint64" if (schema.metadata or {}).get(IDS_KEY) == HASHES else ids
+def kind_of(schema: pa.Schema, where: str, ids: IdKind) -> IdKind:
+    """The kind of the ids in a log's columns, for a checkpoint with ids of this kind: a log may hold the hashes of texts.
+
+    Raises HashesError, which names the log `where`, if it does and the ids are to be integers.
+    """
+    if (schema.metadata or {}).get(IDS_KEY) != HASHES:
+        return ids
+    if ids != "text":
+        raise HashesError(
+            f"{where} holds the hashes of texts, as `join --ids text` writes them: give --ids text, or a checkpoint whose ids are texts"
+        )
+    return "uint64"
 
 
 def log_checks(surfaces: int) -> dict[str, Check]:
