@@ -368,6 +368,23 @@ def test_a_damaged_part_is_left_out_and_named(place: str, served: Path) -> None:
     assert taken(log, "favorite") == [701]
 
 
+def test_a_log_without_a_part_that_joins_says_why(served: Path) -> None:
+    events = write_events(served.with_name("events.parquet"), [event(1, 0, "favorite")])
+    parts = sorted(served.glob("*/*.parquet"))
+
+    def said() -> str:
+        told = call("join", served, "--events", events, "--out", served.with_name("log"))
+        assert (told.exit_code, told.stderr.count("\n")) == (1, 1), told.stderr
+        return told.stderr
+
+    for path in parts:
+        path.write_bytes(path.read_bytes()[:-100])
+    assert f"holds no rankings: 2 files are left out, they cannot be read: {parts[0]}, {parts[1]}" in said()
+    for path in parts:
+        path.unlink()
+    assert "holds no rankings: its parts are files date=YYYY-MM-DD/NAME.parquet" in said()
+
+
 @pytest.mark.parametrize("change", ["removed", "replaced"])
 def test_a_part_that_goes_while_it_is_joined_joins_nothing(change: str, served: Path) -> None:
     path = served / "date=2026-06-01/a.parquet"

@@ -132,7 +132,8 @@ def read_parts(
 
     `model`: the version or the beginning of the digest of the model whose rankings are read; if empty, all, which must have the same
     actions. `actions`: if there are any, only rankings of models with just these are read. Files that are no parts, and parts
-    that were cut short or are damaged, are left out and counted. Raises LogError; NothingJoins where all parts are of earlier days.
+    that were cut short or are damaged, are left out and counted. Raises LogError; NothingJoins where no
+    part is left to be joined.
     """
     database.execute(TABLES)
     paths = sorted(directory.glob(PARTS))
@@ -194,9 +195,12 @@ def read_parts(
     if names is None:
         model_asked_for = f"model {model}" if model else "a model with the actions of the one that serves"
         which = f" of {model_asked_for}" if counts.rankings else ""
-        raise LogError(
-            f"{directory} holds no rankings{which}: its parts are files {PARTS.replace('*/*', 'YYYY-MM-DD/NAME')}"
-        )
+        reasons = counts.left_out_files()
+        if counts.models:
+            reasons.append(f"it has those of {', '.join(sorted(counts.models))}")
+        elif not counts.cut_parts:
+            reasons.append(f"its parts are files {PARTS.replace('*/*', 'YYYY-MM-DD/NAME')}")
+        raise NothingJoins(f"{directory} holds no rankings{which}: {'; '.join(reasons)}", counts)
     return read, names
 
 

@@ -27,7 +27,7 @@ from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, write_whole
 from weights.lab.agreement import score_weights
 from weights.lab.evaluate.predict import predict
-from weights.lab.joining.counts import JoinCounts, NothingJoins, late_line
+from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.joining.join import COUNTS_NAME, JoinSettings, first_day_ts, join
 from weights.lab.loop.gate import (
     ABOUT_THE_NIGHT,
@@ -79,6 +79,7 @@ JUDGED_REQUESTS = 20_000
 """Most held-out requests that are judged, an even sample."""
 STALE_WINDOWS = 2
 """Events that end so many windows before the newest ranking are missing, not late."""
+NOTHING_NEW = "Nothing new: no ranking has joined since the last turn"
 WORK = "work"
 TURN_NAME = "turn.json"
 
@@ -243,7 +244,9 @@ class _Turn:
         try:
             counts = self._joined()
         except NothingJoins as error:
-            self._count_late(error.counts)
+            if not self.state.turns and error.counts.rankings == error.counts.other_model_rankings:
+                raise  # at the first turn, the place or the model is more likely wrong
+            self._tell(error.counts)
             return self._without_log(error.counts)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
         if self.left_out_nights:
@@ -298,14 +301,17 @@ class _Turn:
         """The counts of the night's join, which may be one of an interrupted turn. Raises NothingJoins."""
         if self.log.exists():
             counts = JoinCounts(**json.loads((self.log / COUNTS_NAME).read_text()))
-            self._count_late(counts)
-            return counts
-        self.say("Joining.")
-        counts = join(self.places.served, self.places.events, self.log, self.join_settings, self.progress)
+        else:
+            self.say("Joining.")
+            counts = join(self.places.served, self.places.events, self.log, self.join_settings, self.progress)
+        self._tell(counts)
+        return counts
+
+    def _tell(self, counts: JoinCounts) -> None:
+        """Say what was joined and what was left out, also of what came late."""
         self._count_late(counts)
         for line in counts.lines():
             self.say(f"  {line}")
-        return counts
 
     def _count_late(self, counts: JoinCounts) -> None:
         """Count the rankings of the earlier night that it had not read: their parts were open then, or were copied later."""
@@ -320,18 +326,12 @@ class _Turn:
         if not counts.rankings_never_shown:
             window = self.join_settings.window_seconds
             if counts.events_reach_ts + STALE_WINDOWS * window >= counts.newest_ranking_ts:
-                waiting = (
-                    f"; the window of {counts.open_rankings:,} rankings is not over" if counts.open_rankings else ""
-                )
-                if counts.late_rankings:
-                    waiting += f". {late_line(counts.late_rankings)}"
-                return f"Nothing new: no ranking has joined since the last turn{waiting}"
+                return NOTHING_NEW
             hours = (counts.newest_ranking_ts - counts.events_reach_ts) / 3600
-            ended = Check(
-                EVENTS,
-                False,
-                f"the newest ranking that an event names is {hours:,.1f} hours older than the newest ranking",
-            )
+            reason = f"the newest ranking that an event names is {hours:,.1f} hours older than the newest ranking"
+            if counts.ambiguous_rankings:
+                reason = f"of {counts.ambiguous_rankings:,} rankings several have the same request_id, so no event can name them; {reason}"
+            ended = Check(EVENTS, False, reason)
             return self._decided(counts, without_log(counts), [ended], None)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
         night = without_log(counts)
