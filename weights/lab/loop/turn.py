@@ -41,8 +41,8 @@ from weights.lab.loop.gate import (
     distance_from_chance,
 )
 from weights.lab.loop.judge import Judgement, judge
-from weights.lab.loop.night import Night, facts_of, requests_of, without_log
-from weights.lab.loop.report import left_out_line, write_turn
+from weights.lab.loop.night import Night, facts_of, has_some_of, requests_of, with_known_surfaces, without_log
+from weights.lab.loop.report import left_out_lines, write_turn
 from weights.lab.loop.state import (
     CHECKPOINTS,
     LOGS,
@@ -236,6 +236,7 @@ class _Turn:
         earlier = state.nights[max(len(state.nights) - settings.nights + 1, 0) :]
         self.nights = [night for night in earlier if night.actions == actions]
         self.left_out_nights = [night.name for night in earlier if night.actions != actions]
+        self.left_out_rankings = 0
         self.through_ts = state.through_ts
 
     def take(self) -> Outcome | str:
@@ -249,9 +250,11 @@ class _Turn:
             self._tell(error.counts)
             return self._without_log(error.counts)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
-        if self.left_out_nights:
-            self.say(f"  {left_out_line(self.left_out_nights)}")
         log = self._read(counts)
+        for line in left_out_lines(self.left_out_nights, self.left_out_rankings):
+            self.say(f"  {line}")
+        if not has_some_of(log, self.log):
+            return NOTHING_NEW
         examples = Examples(log, self.serving.manifest.config)
         requests = requests_of(examples, self.log)
         held_out, until_ts = self._held_out(examples, requests)
@@ -340,7 +343,7 @@ class _Turn:
 
     def _read(self, counts: JoinCounts) -> Log:
         """The last nights as one log: a directory of links to their files. Codes that the serving model does not have count as none, as
-        they do when it ranks."""
+        they do when it ranks. Rankings on product surfaces that it does not have are left out and counted."""
         names = [night.name for night in self.nights]
         both = self.directory / WORK / "log"
         shutil.rmtree(both, ignore_errors=True)
@@ -351,9 +354,9 @@ class _Turn:
                     (both / kind / f"{name}-{part.name}").symlink_to(part.absolute())
         rows = counts.impressions + sum(night.impressions for night in self.nights)
         cache = self.directory / WORK / "sorted" if rows > IN_MEMORY_ROWS else None
-        manifest = self.serving.manifest
-        log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
-        config = manifest.config
+        config = self.serving.manifest.config
+        log = read_log(both, self.serving.manifest.ids, cache=cache, progress=self.progress)
+        log, self.left_out_rankings = with_known_surfaces(log, config.product_surfaces)
         if problem_of_codes(log.codes, config.code_levels, config.code_values):
             log = replace(log, codes=codes_fitting(log.codes, len(log), config))
         return log
@@ -450,5 +453,15 @@ class _Turn:
         for check in checks:
             self.say(f"  {check.name:<9} {'passed' if check.passed else 'FAILED'}: {check.sentence}")
         outcome = Outcome(self.number, failed, through_ts, sentence, record, publish, done)
-        write_turn(self.directory, outcome, counts, night, checks, judged, serving, self.left_out_nights)
+        write_turn(
+            self.directory,
+            outcome,
+            counts,
+            night,
+            checks,
+            judged,
+            serving,
+            self.left_out_nights,
+            self.left_out_rankings,
+        )
         return outcome

@@ -507,6 +507,35 @@ def test_nothing_is_new_where_all_parts_were_removed(loop: Loop) -> None:
     assert (code, "Nothing new" in said) == (0, True), said
 
 
+def test_rankings_on_surfaces_the_model_lacks_are_left_out(loop: Loop) -> None:
+    def on(surface: int, of_history: int) -> Callable[[ServedRanking], ServedRanking]:
+        return lambda row: structs.replace(
+            row,
+            candidates=replace(row.candidates, surfaces=np.full_like(row.candidates.surfaces, surface)),
+            context=replace(row.context, surfaces=np.full_like(row.context.surfaces, of_history)),
+        )
+
+    def some(row: ServedRanking) -> ServedRanking:
+        number = int(row.request_id.removeprefix("feed-")) % 3
+        return on(int(number == 0), int(number == 1))(row)
+
+    loop.night(0, {"change": some})
+    assert loop.refresh()[0] == 0
+    moved_to(loop, load_checkpoint(loop.link).manifest.action_names, product_surfaces=1)
+    loop.night(1, {"change": on(1, 0)})
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    told = "rankings are left out: the model that serves does not have their product surfaces"
+    assert (code, "Nothing new" in said, told in said) == (0, True, True), said
+    loop.night(2, {"change": on(0, 0)})
+    code, said = loop.refresh("--bound", "min_activity=0")
+    assert code in (0, 3), said
+    assert told in said
+    figures = loop.figures(2)
+    assert figures["night"]["rankings"] == loop.served(2)
+    assert loop.served(1) < figures["left_out_rankings"] < loop.served(0) + loop.served(1)
+    assert f"{figures['left_out_rankings']:,} {told}" in (loop.turns / "turns/00002/report.md").read_text()
+
+
 def test_what_cannot_be_used_is_refused_in_a_sentence(loop: Loop, tmp_path: Path) -> None:
     loop.night(0)
     checks = {
