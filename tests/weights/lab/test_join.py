@@ -136,6 +136,18 @@ def test_without_shown_events_what_was_returned_was_shown(tmp_path: Path) -> Non
     assert log.position.tolist() == [1, 2]
 
 
+def test_events_on_posts_that_no_reply_held_are_left_out(tmp_path: Path) -> None:
+    """Also where the reply held one of two candidates with the same post: then the event joins."""
+    row = ranking(1, ranks=np.array([4, 1, 3, 2]), returned=2)
+    row.candidates.post_ids[3] = row.candidates.post_ids[0]
+    write_part(tmp_path / "served", "a", [row])
+    events = [event(1, place, "favorite") for place in (0, 1, 2)]
+    log, counts = joined(tmp_path / "served", events)
+    assert taken(log, "favorite") == [101, 102]
+    assert (counts.joined_events, counts.events_of_unseen_candidates) == (2, 1)
+    assert "  left out: 1, their post was not shown" in counts.lines()
+
+
 def test_an_absent_action_is_a_no_only_where_it_is_observed(served: Path) -> None:
     events = [event(1, 0, "favorite"), event(2, 1, "report")]
     for name, settings, unknown in (
@@ -354,6 +366,23 @@ def test_a_damaged_part_is_left_out_and_named(place: str, served: Path) -> None:
     log, counts = joined(served, [event(7, 0, "favorite")])
     assert (counts.parts, counts.rankings, counts.cut_parts) == (1, RANKINGS - 6, [str(path)])
     assert taken(log, "favorite") == [701]
+
+
+def test_a_log_without_a_part_that_joins_says_why(served: Path) -> None:
+    events = write_events(served.with_name("events.parquet"), [event(1, 0, "favorite")])
+    parts = sorted(served.glob("*/*.parquet"))
+
+    def said() -> str:
+        told = call("join", served, "--events", events, "--out", served.with_name("log"))
+        assert (told.exit_code, told.stderr.count("\n")) == (1, 1), told.stderr
+        return told.stderr
+
+    for path in parts:
+        path.write_bytes(path.read_bytes()[:-100])
+    assert f"holds no rankings: 2 files are left out, they cannot be read: {parts[0]}, {parts[1]}" in said()
+    for path in parts:
+        path.unlink()
+    assert "holds no rankings: its parts are files date=YYYY-MM-DD/NAME.parquet" in said()
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])

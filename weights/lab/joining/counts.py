@@ -66,7 +66,7 @@ class JoinCounts:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The counts for people: only those that are not 0."""
+        """The counts for people: only those that are not 0. Nothing of the events where they were not read."""
         lines = [
             f"{self.parts:,} parts, {self.rankings:,} rankings: {self.joined_rankings:,} joined",
             *_told(
@@ -81,7 +81,7 @@ class JoinCounts:
                     "their posts were seen so late that their window is not over": self.rankings_seen_late,
                 }
             ),
-            f"{self.events:,} events: {self.joined_events:,} joined",
+            *([f"{self.events:,} events: {self.joined_events:,} joined"] if self.events or self.earlier_events else []),
             *_told(
                 {
                     "repeated": self.repeated_events,
@@ -112,20 +112,23 @@ class JoinCounts:
         if self.gone_parts:
             lines.append(f"{self.gone_parts:,} parts were removed before they were read")
         if self.late_rankings:
-            lines.append(late_line(self.late_rankings))
+            lines.append(
+                f"WARNING: {self.late_rankings:,} rankings are in parts that came after their night was joined: no night has them"
+            )
+        lines += [f"WARNING: {line}" for line in self.left_out_files()]
+        return lines
+
+    def left_out_files(self) -> list[str]:
+        """The files that were left out, for people: a sentence for each reason."""
+        sentences = []
         for files, reason in (
             (self.foreign_files, "they are no parts of the log"),
             (self.cut_parts, "they cannot be read"),
         ):
             if files:
                 more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
-                lines.append(f"WARNING: {len(files):,} files are left out, {reason}: {', '.join(files[:3])}{more}")
-        return lines
-
-
-def late_line(rankings: int) -> str:
-    """That so many rankings came too late for their night."""
-    return f"WARNING: {rankings:,} rankings are in parts that came after their night was joined: no night has them"
+                sentences.append(f"{len(files):,} files are left out, {reason}: {', '.join(files[:3])}{more}")
+        return sentences
 
 
 class NothingJoins(LogError):

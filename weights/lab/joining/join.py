@@ -79,7 +79,7 @@ FROM distinct_events event LEFT JOIN by_name USING (request_id) LEFT JOIN names 
 """
 MATCHED = """
 CREATE TABLE matched AS
-SELECT named.*, candidate.place, coalesce(candidate.is_first, true) AS is_first
+SELECT named.*, candidate.place, candidate.is_returned, coalesce(candidate.is_first, true) AS is_first
 FROM named LEFT JOIN candidates candidate ON candidate.ranking = named.ranking AND candidate.post_id = named.post_id
 """
 SEEN = """
@@ -98,20 +98,21 @@ SELECT matched.* EXCLUDE (state), CASE
     WHEN matched.place IS NULL THEN 'without candidate'
     WHEN event_ts < served_ts - $skew THEN 'before'
     WHEN event_ts > coalesce(seen_ts, served_ts) + $window THEN 'after'
-    WHEN getvariable('has_shown') AND seen_ts IS NULL THEN 'unseen'
+    WHEN CASE WHEN getvariable('has_shown') THEN seen_ts IS NULL ELSE NOT is_returned END THEN 'unseen'
     WHEN seen_ts + $window > $until THEN 'seen late'
     ELSE 'joined' END AS reason
 FROM matched LEFT JOIN seen ON seen.ranking = matched.ranking AND seen.place = matched.place
 """
 SHOWN_BY_EVENTS = """
 CREATE TABLE shown AS
-SELECT candidates.* EXCLUDE (is_first) FROM candidates JOIN seen USING (ranking, place) WHERE seen_ts + $window <= $until
+SELECT candidates.* EXCLUDE (is_returned, is_first)
+FROM candidates JOIN seen USING (ranking, place) WHERE seen_ts + $window <= $until
 """
 SHOWN_BY_REPLIES = """
 CREATE TABLE shown AS
-SELECT candidates.* EXCLUDE (is_first)
-FROM candidates JOIN (SELECT ranking, returned FROM rankings JOIN states USING (ranking) WHERE state = 'joined') USING (ranking)
-WHERE position <= returned
+SELECT candidates.* EXCLUDE (is_returned, is_first)
+FROM candidates JOIN states USING (ranking)
+WHERE state = 'joined' AND is_returned
 """
 LABELS = """
 CREATE TABLE labels AS

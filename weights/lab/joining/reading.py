@@ -51,11 +51,11 @@ Progress = Callable[[str, int, int], None]
 TABLES = """
 CREATE TABLE rankings (
     ranking BIGINT, part BIGINT, request_id VARCHAR, served_us BIGINT, served_ts BIGINT, log_ts BIGINT, user_id UBIGINT,
-    context_id VARCHAR, has_history BOOLEAN, returned BIGINT, model_digest VARCHAR
+    context_id VARCHAR, has_history BOOLEAN, model_digest VARCHAR
 );
 CREATE TABLE candidates (
     ranking BIGINT, place BIGINT, post_id UBIGINT, author_id UBIGINT, product_surface BIGINT, created_at BIGINT, position BIGINT,
-    propensity DOUBLE, codes BIGINT[], is_first BOOLEAN
+    propensity DOUBLE, codes BIGINT[], is_returned BOOLEAN, is_first BOOLEAN
 );
 CREATE TABLE events (
     request_id VARCHAR, post_id UBIGINT, action VARCHAR, event_ts BIGINT, value DOUBLE
@@ -65,16 +65,16 @@ READ_RANKINGS = """
 INSERT INTO rankings
 SELECT $first + row_number, $part, request_id, served_us, served_us // 1000000,
     CASE WHEN impression_ts > 0 THEN impression_ts ELSE served_us // 1000000 END,
-    user_id, context_id, history IS NOT NULL, returned, model_digest
+    user_id, context_id, history IS NOT NULL, model_digest
 FROM piece
 """
 READ_CANDIDATES = """
 INSERT INTO candidates
 SELECT ranking, place, post_id, author_id, product_surface, CASE WHEN age_bucket = 0 THEN 0 ELSE created_at END, position,
-    propensity, all_codes[place * levels + 1 : (place + 1) * levels],
-    row_number() OVER (PARTITION BY ranking, post_id ORDER BY place) = 1
+    propensity, all_codes[place * levels + 1 : (place + 1) * levels], position <= returned,
+    row_number() OVER (PARTITION BY ranking, post_id ORDER BY position) = 1
 FROM (
-    SELECT $first + row_number AS ranking, unnest(range(len(scores))) AS place,
+    SELECT $first + row_number AS ranking, returned, unnest(range(len(scores))) AS place,
         unnest(candidates.post_ids) AS post_id, unnest(candidates.author_ids) AS author_id,
         unnest(candidates.surfaces) AS product_surface, unnest(candidates.age_buckets) AS age_bucket,
         unnest(created_at) AS created_at, unnest(ranks) AS position, unnest(propensities) AS propensity,
@@ -132,7 +132,8 @@ def read_parts(
 
     `model`: the version or the beginning of the digest of the model whose rankings are read; if empty, all, which must have the same
     actions. `actions`: if there are any, only rankings of models with just these are read. Files that are no parts, and parts
-    that were cut short or are damaged, are left out and counted. Raises LogError; NothingJoins where all parts are of earlier days.
+    that were cut short or are damaged, are left out and counted. Raises LogError; NothingJoins where no
+    part is left to be joined.
     """
     database.execute(TABLES)
     paths = sorted(directory.glob(PARTS))
@@ -194,9 +195,12 @@ def read_parts(
     if names is None:
         model_asked_for = f"model {model}" if model else "a model with the actions of the one that serves"
         which = f" of {model_asked_for}" if counts.rankings else ""
-        raise LogError(
-            f"{directory} holds no rankings{which}: its parts are files {PARTS.replace('*/*', 'YYYY-MM-DD/NAME')}"
-        )
+        reasons = counts.left_out_files()
+        if counts.models:
+            reasons.append(f"it has those of {', '.join(sorted(counts.models))}")
+        elif not counts.cut_parts:
+            reasons.append(f"its parts are files {PARTS.replace('*/*', 'YYYY-MM-DD/NAME')}")
+        raise NothingJoins(f"{directory} holds no rankings{which}: {'; '.join(reasons)}", counts)
     return read, names
 
 

@@ -89,5 +89,27 @@ def is_known_of_some(shown: Log) -> NDArray[np.bool_]:
 
 def requests_of(examples: Examples, night: Path) -> NDArray[np.int64]:
     """The places in `examples` of the requests of the joined log in the directory `night`, by time."""
-    ids = pq.read_table(night / IMPRESSIONS, columns=["request_id"]).column("request_id").to_numpy()
-    return np.flatnonzero(np.isin(examples.log.request_id[examples.starts], np.unique(ids)))
+    return np.flatnonzero(np.isin(examples.log.request_id[examples.starts], _ids_of(night)))
+
+
+def has_some_of(log: Log, night: Path) -> bool:
+    """Whether the log holds any request of the joined log in the directory `night`."""
+    return bool(np.isin(_ids_of(night), log.request_id).any())
+
+
+def _ids_of(night: Path) -> NDArray[np.uint64]:
+    column = pq.read_table(night / IMPRESSIONS, columns=["request_id"]).column("request_id")
+    return np.unique(column.to_numpy())
+
+
+def with_known_surfaces(log: Log, surfaces: int) -> tuple[Log, int]:
+    """The log without the requests of which a post, or an event of the context as served, is on a product surface that a model with this
+    many does not have; and how many these are."""
+    is_unknown, contexts = log.product_surface >= surfaces, log.contexts
+    if contexts is not None and log.context_id is not None:
+        events = np.flatnonzero(contexts.product_surfaces >= surfaces)
+        of_context = np.searchsorted(events, contexts.stops) > np.searchsorted(events, contexts.starts)
+        named = np.flatnonzero(log.context_id)
+        is_unknown[named] |= of_context[contexts.places(log.context_id[named])]
+    left_out = np.unique(log.request_id[is_unknown])
+    return (log.take(~np.isin(log.request_id, left_out)) if len(left_out) else log), len(left_out)

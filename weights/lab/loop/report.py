@@ -63,12 +63,17 @@ def cell_of(figure: Figure) -> str:
     return "–" if math.isnan(figure.value) else str(figure)
 
 
-def left_out_line(nights: Sequence[str]) -> str:
-    """That these earlier nights, by their names, do not train."""
-    names = ", ".join(nights)
-    return (
-        f"{len(nights)} earlier nights are left out of the training: the model that serves has other actions ({names})"
-    )
+def left_out_lines(nights: Sequence[str], rankings: int) -> list[str]:
+    """What joined and does not train: these earlier nights, by their names, and so many rankings. No line for none."""
+    lines = []
+    if nights:
+        names = ", ".join(nights)
+        lines.append(
+            f"{len(nights)} earlier nights are left out of the training: the model that serves has other actions ({names})"
+        )
+    if rankings:
+        lines.append(f"{rankings:,} rankings are left out: the model that serves does not have their product surfaces")
+    return lines
 
 
 def write_turn(
@@ -80,9 +85,11 @@ def write_turn(
     judged: Judgement | None,
     serving: str,
     left_out_nights: Sequence[str],
+    left_out_rankings: int,
 ) -> None:
     """Write `report.md` and `figures.json` into the turn's directory. `judged`: None where no model was trained; `serving`: the version
-    that served; `left_out_nights`: the earlier nights that do not train, by their names."""
+    that served; `left_out_nights`: the earlier nights that do not train, by their names;
+    `left_out_rankings`: how many rankings, of all nights, do not because of their product surfaces."""
     actions = [
         [
             name,
@@ -101,7 +108,7 @@ def write_turn(
         title=f"Turn {name_of(outcome.turn)}",
         outcome=outcome,
         checks=checks,
-        lines=[*counts.lines(), *([left_out_line(left_out_nights)] if left_out_nights else [])],
+        lines=[*counts.lines(), *left_out_lines(left_out_nights, left_out_rankings)],
         counts=(night.rankings, night.impressions, night.positives),
         night=night,
         judged=judged,
@@ -116,5 +123,6 @@ def write_turn(
         "join": counts.as_json(),
         "judged": asdict(judged) if judged else None,
         "left_out_nights": list(left_out_nights),
+        "left_out_rankings": left_out_rankings,
     }
     write_report(directory, page.lstrip(), plain(values, 6))

@@ -27,7 +27,7 @@ from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, write_whole
 from weights.lab.agreement import score_weights
 from weights.lab.evaluate.predict import predict
-from weights.lab.joining.counts import JoinCounts, NothingJoins, late_line
+from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.joining.join import COUNTS_NAME, JoinSettings, first_day_ts, join
 from weights.lab.loop.gate import (
     ABOUT_THE_NIGHT,
@@ -41,8 +41,8 @@ from weights.lab.loop.gate import (
     distance_from_chance,
 )
 from weights.lab.loop.judge import Judgement, judge
-from weights.lab.loop.night import Night, facts_of, requests_of, without_log
-from weights.lab.loop.report import left_out_line, write_turn
+from weights.lab.loop.night import Night, facts_of, has_some_of, requests_of, with_known_surfaces, without_log
+from weights.lab.loop.report import left_out_lines, write_turn
 from weights.lab.loop.state import (
     CHECKPOINTS,
     LOGS,
@@ -79,6 +79,7 @@ JUDGED_REQUESTS = 20_000
 """Most held-out requests that are judged, an even sample."""
 STALE_WINDOWS = 2
 """Events that end so many windows before the newest ranking are missing, not late."""
+NOTHING_NEW = "Nothing new: no ranking has joined since the last turn"
 WORK = "work"
 TURN_NAME = "turn.json"
 
@@ -235,6 +236,7 @@ class _Turn:
         earlier = state.nights[max(len(state.nights) - settings.nights + 1, 0) :]
         self.nights = [night for night in earlier if night.actions == actions]
         self.left_out_nights = [night.name for night in earlier if night.actions != actions]
+        self.left_out_rankings = 0
         self.through_ts = state.through_ts
 
     def take(self) -> Outcome | str:
@@ -243,12 +245,16 @@ class _Turn:
         try:
             counts = self._joined()
         except NothingJoins as error:
-            self._count_late(error.counts)
+            if not self.state.turns and error.counts.rankings == error.counts.other_model_rankings:
+                raise  # at the first turn, the place or the model is more likely wrong
+            self._tell(error.counts)
             return self._without_log(error.counts)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
-        if self.left_out_nights:
-            self.say(f"  {left_out_line(self.left_out_nights)}")
         log = self._read(counts)
+        for line in left_out_lines(self.left_out_nights, self.left_out_rankings):
+            self.say(f"  {line}")
+        if not has_some_of(log, self.log):
+            return NOTHING_NEW
         examples = Examples(log, self.serving.manifest.config)
         requests = requests_of(examples, self.log)
         held_out, until_ts = self._held_out(examples, requests)
@@ -298,14 +304,17 @@ class _Turn:
         """The counts of the night's join, which may be one of an interrupted turn. Raises NothingJoins."""
         if self.log.exists():
             counts = JoinCounts(**json.loads((self.log / COUNTS_NAME).read_text()))
-            self._count_late(counts)
-            return counts
-        self.say("Joining.")
-        counts = join(self.places.served, self.places.events, self.log, self.join_settings, self.progress)
+        else:
+            self.say("Joining.")
+            counts = join(self.places.served, self.places.events, self.log, self.join_settings, self.progress)
+        self._tell(counts)
+        return counts
+
+    def _tell(self, counts: JoinCounts) -> None:
+        """Say what was joined and what was left out, also of what came late."""
         self._count_late(counts)
         for line in counts.lines():
             self.say(f"  {line}")
-        return counts
 
     def _count_late(self, counts: JoinCounts) -> None:
         """Count the rankings of the earlier night that it had not read: their parts were open then, or were copied later."""
@@ -320,18 +329,12 @@ class _Turn:
         if not counts.rankings_never_shown:
             window = self.join_settings.window_seconds
             if counts.events_reach_ts + STALE_WINDOWS * window >= counts.newest_ranking_ts:
-                waiting = (
-                    f"; the window of {counts.open_rankings:,} rankings is not over" if counts.open_rankings else ""
-                )
-                if counts.late_rankings:
-                    waiting += f". {late_line(counts.late_rankings)}"
-                return f"Nothing new: no ranking has joined since the last turn{waiting}"
+                return NOTHING_NEW
             hours = (counts.newest_ranking_ts - counts.events_reach_ts) / 3600
-            ended = Check(
-                EVENTS,
-                False,
-                f"the newest ranking that an event names is {hours:,.1f} hours older than the newest ranking",
-            )
+            reason = f"the newest ranking that an event names is {hours:,.1f} hours older than the newest ranking"
+            if counts.ambiguous_rankings:
+                reason = f"of {counts.ambiguous_rankings:,} rankings several have the same request_id, so no event can name them; {reason}"
+            ended = Check(EVENTS, False, reason)
             return self._decided(counts, without_log(counts), [ended], None)
         self.through_ts = counts.until_ts - self.join_settings.window_seconds
         night = without_log(counts)
@@ -340,7 +343,7 @@ class _Turn:
 
     def _read(self, counts: JoinCounts) -> Log:
         """The last nights as one log: a directory of links to their files. Codes that the serving model does not have count as none, as
-        they do when it ranks."""
+        they do when it ranks. Rankings on product surfaces that it does not have are left out and counted."""
         names = [night.name for night in self.nights]
         both = self.directory / WORK / "log"
         shutil.rmtree(both, ignore_errors=True)
@@ -351,9 +354,9 @@ class _Turn:
                     (both / kind / f"{name}-{part.name}").symlink_to(part.absolute())
         rows = counts.impressions + sum(night.impressions for night in self.nights)
         cache = self.directory / WORK / "sorted" if rows > IN_MEMORY_ROWS else None
-        manifest = self.serving.manifest
-        log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
-        config = manifest.config
+        config = self.serving.manifest.config
+        log = read_log(both, self.serving.manifest.ids, cache=cache, progress=self.progress)
+        log, self.left_out_rankings = with_known_surfaces(log, config.product_surfaces)
         if problem_of_codes(log.codes, config.code_levels, config.code_values):
             log = replace(log, codes=codes_fitting(log.codes, len(log), config))
         return log
@@ -450,5 +453,15 @@ class _Turn:
         for check in checks:
             self.say(f"  {check.name:<9} {'passed' if check.passed else 'FAILED'}: {check.sentence}")
         outcome = Outcome(self.number, failed, through_ts, sentence, record, publish, done)
-        write_turn(self.directory, outcome, counts, night, checks, judged, serving, self.left_out_nights)
+        write_turn(
+            self.directory,
+            outcome,
+            counts,
+            night,
+            checks,
+            judged,
+            serving,
+            self.left_out_nights,
+            self.left_out_rankings,
+        )
         return outcome

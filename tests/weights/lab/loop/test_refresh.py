@@ -70,6 +70,11 @@ class Loop:
         self.nights.serve(self.root, day, **(served or {}))
         self.nights.act(self.root, day, **events)
 
+    def served(self, day: int) -> int:
+        """How many rankings were served on a day."""
+        times = self.nights.examples.times
+        return int(((times >= self.nights.start_ts(day)) & (times < self.nights.start_ts(day + 1))).sum())
+
     def version(self) -> str:
         """The version that the link names, every byte of it checked."""
         return load_checkpoint(self.link).manifest.version
@@ -443,6 +448,92 @@ def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
     assert loop.refresh()[0] == 0
     code, said = loop.refresh()
     assert (code, "Nothing new" in said) == (0, True), said
+
+
+BEFORE_TRAINING = ("--bound", "min_activity=99")
+"""The night is refused before it trains."""
+
+
+def test_a_turn_with_nothing_new_says_what_is_left_out(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+    (old,) = (loop.root / "served").glob("*/*.parquet")
+    loop.night(1)
+    (part,) = {*(loop.root / "served").glob("*/*.parquet")} - {old}
+    part.write_bytes(part.read_bytes()[:-100])
+    for _ in ("beside an older part", "alone"):
+        code, said = loop.refresh(*BEFORE_TRAINING)
+        assert (code, "Nothing new" in said) == (0, True), said
+        assert f"WARNING: 1 files are left out, they cannot be read: {part}" in said
+        old.unlink(missing_ok=True)
+    part.unlink()
+    write_part(loop.root / "served", "other", [ranking(1, T0)], part.parent.name.removeprefix("date="))
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, "Nothing new" in said, "left out: 1, of another model" in said) == (0, True, True), said
+
+
+def test_a_first_turn_without_a_part_that_can_be_read_fails(loop: Loop) -> None:
+    loop.night(0)
+    (part,) = (loop.root / "served").glob("*/*.parquet")
+    part.write_bytes(part.read_bytes()[:-100])
+    code, said = loop.refresh()
+    assert (code, f"1 files are left out, they cannot be read: {part}" in said) == (1, True), said
+
+
+def test_a_night_of_one_request_id_is_refused_for_that(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+    loop.night(1, {"change": lambda row: structs.replace(row, request_id="same")})
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    told = "several have the same request_id"
+    assert (code, "is refused: events" in said, f"left out: {loop.served(1)}, {told}" in said) == (3, True, True), said
+    (check,) = loop.figures(2)["checks"]
+    assert told in check["sentence"]
+    assert told in (loop.turns / "turns/00002/report.md").read_text()
+
+
+def test_nothing_is_new_where_all_parts_were_removed(loop: Loop) -> None:
+    """As `SERVED__KEEP_DAYS` removes them where nothing is served for long."""
+    loop.night(0)
+    (part,) = (loop.root / "served").glob("*/*.parquet")
+    whole = part.read_bytes()
+    part.unlink()
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, "holds no rankings: its parts are files" in said) == (1, True), "at the first turn, a wrong place"
+    part.write_bytes(whole)
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+    part.unlink()
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, "Nothing new" in said) == (0, True), said
+
+
+def test_rankings_on_surfaces_the_model_lacks_are_left_out(loop: Loop) -> None:
+    def on(surface: int, of_history: int) -> Callable[[ServedRanking], ServedRanking]:
+        return lambda row: structs.replace(
+            row,
+            candidates=replace(row.candidates, surfaces=np.full_like(row.candidates.surfaces, surface)),
+            context=replace(row.context, surfaces=np.full_like(row.context.surfaces, of_history)),
+        )
+
+    def some(row: ServedRanking) -> ServedRanking:
+        number = int(row.request_id.removeprefix("feed-")) % 3
+        return on(int(number == 0), int(number == 1))(row)
+
+    loop.night(0, {"change": some})
+    assert loop.refresh()[0] == 0
+    moved_to(loop, load_checkpoint(loop.link).manifest.action_names, product_surfaces=1)
+    loop.night(1, {"change": on(1, 0)})
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    told = "rankings are left out: the model that serves does not have their product surfaces"
+    assert (code, "Nothing new" in said, told in said) == (0, True, True), said
+    loop.night(2, {"change": on(0, 0)})
+    code, said = loop.refresh("--bound", "min_activity=0")
+    assert code in (0, 3), said
+    assert told in said
+    figures = loop.figures(2)
+    assert figures["night"]["rankings"] == loop.served(2)
+    assert loop.served(1) < figures["left_out_rankings"] < loop.served(0) + loop.served(1)
+    assert f"{figures['left_out_rankings']:,} {told}" in (loop.turns / "turns/00002/report.md").read_text()
 
 
 def test_what_cannot_be_used_is_refused_in_a_sentence(loop: Loop, tmp_path: Path) -> None:
