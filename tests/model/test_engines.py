@@ -183,6 +183,17 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
     near(build, ranker, torch.float32, [Item(*random_request(ranker.config, 20, 9))])
 
 
+@ENGINES
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float16])
+def test_tables_that_no_engine_reads_are_refused(build: Build, other: torch.dtype) -> None:
+    """Not scored as if all had the dtype of the first."""
+    ranker = random_ranker(random_config())
+    ranker.tables.post.data = ranker.tables.post.data.to(other)
+    said = f"tables must all be float32 or all bfloat16, got float32, {str(other).removeprefix('torch.')}, float32"
+    with pytest.raises(EngineError, match=said):
+        build(ranker)
+
+
 @DTYPES
 @pytest.mark.parametrize(
     ("build", "compositions", "drawn"),

@@ -169,6 +169,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "another shape in the file": (entry(shape=[19, 16]), f"{PARAMS} holds tensor heads.actions as float32"),
     "another shape in both": (wrong_shape, f"{PARAMS} has tensor heads.actions of shape .* the architecture asks"),
     "parameters in bfloat16": (in_bfloat16, f"{PARAMS} has tensor heads.actions as bfloat16; parameters must be float32"),
+    "one table of three in bfloat16": (
+        table_as(torch.bfloat16),
+        r"tables\.author is float32 in tables\.author\.safetensors and tables\.user is bfloat16 in tables\.user\.safetensors: all "
+        "tables must have one dtype",
+    ),
     "a table of int32": (table_as(torch.int32), f"{USER} has tensor tables.user as int32; tables must be float32 or bfloat16"),
     "a table of bytes": (table_as(torch.uint8), f"{USER} has tensor tables.user as uint8; tables must be float32 or bfloat16"),
     "a dtype that is not stored": (entry(dtype="U32"), f"{PARAMS} holds tensor heads.actions as U32; only"),

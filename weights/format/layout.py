@@ -68,3 +68,8 @@ def check_tensors(listed: Mapping[str, TensorEntry], expected: Mapping[str, tupl
             raise CheckpointError(
                 f"{entry.file} has tensor {name} as {entry.dtype}; {kind} must be {' or '.join(dtypes)}"
             )
+    tables = [(entry.dtype, name, entry.file) for name, entry in sorted(listed.items()) if is_table(name)]
+    for table in tables:
+        if table[0] != tables[0][0]:
+            one, another = (f"{name} is {dtype} in {file}" for dtype, name, file in (tables[0], table))
+            raise CheckpointError(f"{one} and {another}: all tables must have one dtype")
