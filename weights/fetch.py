@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from weights.corpus.manifest import KIND, CorpusManifest
 from weights.errors import CheckpointError, reason_of
-from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest, kind_in
+from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, kind_in
 from weights.format.writer import refused_writing, sync, write_file, written_beside
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 
@@ -34,7 +35,7 @@ def fetch(
         raise CheckpointError(f"--link {link!r} must be a plain name: the link is made in {out}.")
     with read_from(url):
         source, root = fsspec.core.url_to_fs(url)
-        raw = source.cat_file(f"{root}/{MANIFEST_NAME}")
+    raw = small_file(source, root, url, MANIFEST_NAME)
     is_corpus = kind_in(raw) == KIND
     try:
         manifest = (CorpusManifest if is_corpus else Manifest).from_json(raw)
@@ -61,9 +62,9 @@ def fetch(
                         progress("Fetching", done := done + size, total)
                 for name in () if is_corpus else ALONGSIDE:
                     with read_from(f"{url}/{name}"):
-                        content = source.cat_file(f"{root}/{name}") if source.exists(f"{root}/{name}") else None
-                    if content is not None:
-                        write_file(partial / name, content)
+                        is_there = source.exists(f"{root}/{name}")
+                    if is_there:
+                        write_file(partial / name, small_file(source, root, url, name))
                 write_file(partial / MANIFEST_NAME, raw)
         elif _digest_at(target, manifest) == manifest.digest:
             _check_files(target, manifest)
@@ -101,10 +102,30 @@ def read_from(place: str) -> Iterator[None]:
         raise CheckpointError(f"{place} cannot be read: {reason_of(error)}.") from error
 
 
+def small_file(source: Any, root: str, url: str, name: str) -> bytes:
+    """The content of a manifest, or of a file beside it. Raises CheckpointError, also for one longer than `MAX_MANIFEST_BYTES`, unread."""
+    path = f"{root}/{name}"
+    with read_from(f"{url}/{name}"):
+        check_regular(source, path)
+        size = source.size(path)  # None where nobody says
+    if size is not None and size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{url} is refused: {name} is longer than {MAX_MANIFEST_BYTES} bytes.")
+    with read_from(f"{url}/{name}"):
+        content: bytes = source.cat_file(path)
+    return content
+
+
+def check_regular(source: Any, path: str) -> None:
+    """Raises CheckpointError for what is there on this machine and is no file, such as a pipe, which may have no end."""
+    if isinstance(source, LocalFileSystem) and os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError("it is not a regular file")
+
+
 def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[int]:
     """Copy one file, checking length and SHA-256; yields the size of each piece in bytes. Raises CheckpointError, OSError."""
     hashed, length = hashlib.sha256(), 0
     with read_from(path):
+        check_regular(source, path)
         reading = source.open(path, "rb")
     with reading, target.open("xb") as writing:
         while length <= entry.bytes:

@@ -7,6 +7,8 @@ import http.server
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +186,36 @@ def test_a_file_that_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:
         (source / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2097280\n")
         ended = call("fetch", source, "--out", tmp_path / "out")
         assert (ended.exit_code, f"{file} is a Git LFS pointer" in ended.stderr) == (1, True), ended.stderr
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "params.safetensors", "example.json"])
+def test_a_pipe_is_refused_instead_of_waited_for(file: str, tmp_path: Path) -> None:
+    source = another(tmp_path / "source")
+    (source / file).unlink()
+    os.mkfifo(source / file)
+    command = [sys.executable, "-m", "weights", "fetch", str(source), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert f"{source}/{file} cannot be read: it is not a regular file" in done.stderr
+    assert not (tmp_path / "out" / "current").exists()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "example.json"])
+@pytest.mark.parametrize("by", ["path", "http"])
+def test_a_file_that_is_too_long_is_not_read_to_its_end(by: str, file: str, tmp_path: Path) -> None:
+    source = another(tmp_path / "source")
+    with (source / file).open("ab") as growing:
+        growing.truncate(2**40)  # without a byte on the disk
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=source)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # of a caller that does not read on
+        threading.Thread(target=server.serve_forever).start()
+        url = str(source) if by == "path" else f"http://127.0.0.1:{server.server_address[1]}"
+        ended = call("fetch", url, "--out", tmp_path / "out")
+        server.shutdown()
+    assert ended.exit_code == 1, ended.output
+    assert f"{url} is refused: {file} is longer than 16777216 bytes.\n" in ended.stderr
+    assert not (tmp_path / "out" / "current").exists()
 
 
 def test_a_checkpoint_that_speaks_of_kinds_is_no_corpus(tmp_path: Path) -> None:
