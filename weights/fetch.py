@@ -13,7 +13,9 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from weights.checkpoint import check_any
 from weights.corpus.manifest import KIND, CorpusManifest
+from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError, reason_of
 from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, kind_in
 from weights.format.writer import refused_writing, sync, write_file, written_beside
@@ -27,9 +29,9 @@ def fetch(
     url: str, out: Path, link: str, digest: str = "", progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> tuple[Path, Manifest | CorpusManifest]:
     """Copy the directory at `url` to `out/NAME@VERSION` in one step, then point the link `out/LINK` to it. A copy that is already there
-    is not fetched again. If `digest` is given, the manifest must have it.
+    is not fetched again. Either passes every check of a load before the link moves. If `digest` is given, the manifest must have it.
 
-    Raises CheckpointError, which says what is wrong: nothing there, another digest, or a file that does not match the manifest.
+    Raises CheckpointError, which says what is wrong: nothing there, another digest, or what a load would refuse.
     """
     if not link or link in (".", "..") or "/" in link:
         raise CheckpointError(f"--link {link!r} must be a plain name: the link is made in {out}.")
@@ -66,8 +68,12 @@ def fetch(
                     if is_there:
                         write_file(partial / name, small_file(source, root, url, name))
                 write_file(partial / MANIFEST_NAME, raw)
+                check_copy(partial, manifest, progress)
         elif _digest_at(target, manifest) == manifest.digest:
-            _check_files(target, manifest)
+            try:
+                check_copy(target, manifest, progress)
+            except CheckpointError as error:
+                raise CheckpointError(f"the copy that is already there is damaged, remove it: {error}") from error
         if _digest_at(target, manifest) != manifest.digest:
             raise CheckpointError("a different one with this name and version is already there")
         point(out / link, target.name)
@@ -79,18 +85,14 @@ def _digest_at(target: Path, manifest: Manifest | CorpusManifest) -> str:
     return type(manifest).from_json((target / MANIFEST_NAME).read_bytes()).digest
 
 
-def _check_files(target: Path, manifest: Manifest | CorpusManifest) -> None:
-    """Raises CheckpointError if a file of a copy is not what the manifest says."""
-    for name, entry in manifest.files.items():
-        try:
-            with (target / name).open("rb") as file:
-                is_right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-        except FileNotFoundError:
-            is_right = False
-        if not is_right:
-            raise CheckpointError(
-                f"the copy that is already there is damaged, remove it: {name} is not what the manifest says"
-            )
+def check_copy(copy: Path, manifest: Manifest | CorpusManifest, progress: Callable[[str, int, int], None]) -> None:
+    """Raises CheckpointError, which names the file in the copy, unless a load would take it. One thread reads: a server may be busy."""
+    check = load_corpus if isinstance(manifest, CorpusManifest) else check_any
+    try:
+        check(copy, progress=lambda done, total: progress("Checking", done, total), threads=1)
+    except CheckpointError as error:
+        cause = error.__cause__  # what is wrong, without the directory, which may have a name for this moment alone
+        raise CheckpointError(reason_of(cause if isinstance(cause, Exception) else error)) from error
 
 
 @contextmanager
