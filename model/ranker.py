@@ -15,19 +15,28 @@ from torch.nn import functional
 
 from model.batch import Batch
 from model.config import DWELL_HIDDEN_WIDTH, MAX_DWELL_SECONDS, ModelConfig
+from model.engine import EngineError
 from model.layers import Linear, make_recsys_attn_mask, zeros
 from model.names import use_checkpoint_names
 from model.trunk import Transformer, make_norm
 
 
 class EmbeddingTables(nn.Module):
-    """One embedding table per entity, `[vocab_size, D]`, fp32 or bf16. Row 0 is padding and always reads as zero."""
+    """One embedding table per entity, `[vocab_size, D]`, all fp32 or all bf16. Row 0 is padding and always reads as zero."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.user = zeros(config.user_hashes.vocab_size, config.width)
         self.post = zeros(config.post_hashes.vocab_size, config.width)
         self.author = zeros(config.author_hashes.vocab_size, config.width)
+
+    def dtype(self) -> torch.dtype:
+        """The one dtype of all tables. Raises EngineError unless all are float32 or all bfloat16."""
+        found = [table.dtype for table in (self.user, self.post, self.author)]
+        if len(set(found)) > 1 or found[0] not in (torch.float32, torch.bfloat16):
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
+            raise EngineError(f"embedding tables must all be float32 or all bfloat16, got {dtypes}")
+        return found[0]
 
 
 def look_up(table: Tensor, rows: Tensor) -> Tensor:

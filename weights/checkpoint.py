@@ -84,6 +84,16 @@ def load_any(path: str | Path, progress: Progress | None = None, *, threads: int
     return Encoder(*source, model, mapped) if isinstance(model, Towers) else Checkpoint(*source, model, mapped)
 
 
+def check_any(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Manifest:
+    """Every check of `load_any`, which it takes the arguments of, in little memory: a large file is read in pieces, and none is kept.
+    Raises CheckpointError."""
+    with opened("Checkpoint", Path(path)) as directory:
+        manifest = read_manifest(directory, Manifest.from_json)
+        model_for(manifest)
+        read_tensors(directory, manifest, progress, threads, is_mapped=lambda _: True)
+    return manifest
+
+
 def load_manifest(path: str | Path) -> Manifest:
     """Read and check only the manifest; the files it lists are not opened. Raises CheckpointError."""
     with opened("Checkpoint", Path(path)) as directory:

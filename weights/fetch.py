@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
+from weights.checkpoint import check_any
 from weights.corpus.manifest import KIND, CorpusManifest
+from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError, reason_of
-from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest, kind_in
+from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, kind_in
 from weights.format.writer import refused_writing, sync, write_file, written_beside
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 
@@ -26,15 +29,15 @@ def fetch(
     url: str, out: Path, link: str, digest: str = "", progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> tuple[Path, Manifest | CorpusManifest]:
     """Copy the directory at `url` to `out/NAME@VERSION` in one step, then point the link `out/LINK` to it. A copy that is already there
-    is not fetched again. If `digest` is given, the manifest must have it.
+    is not fetched again. Either passes every check of a load before the link moves. If `digest` is given, the manifest must have it.
 
-    Raises CheckpointError, which says what is wrong: nothing there, another digest, or a file that does not match the manifest.
+    Raises CheckpointError, which says what is wrong: nothing there, another digest, or what a load would refuse.
     """
     if not link or link in (".", "..") or "/" in link:
         raise CheckpointError(f"--link {link!r} must be a plain name: the link is made in {out}.")
     with read_from(url):
         source, root = fsspec.core.url_to_fs(url)
-        raw = source.cat_file(f"{root}/{MANIFEST_NAME}")
+    raw = small_file(source, root, url, MANIFEST_NAME)
     is_corpus = kind_in(raw) == KIND
     try:
         manifest = (CorpusManifest if is_corpus else Manifest).from_json(raw)
@@ -61,12 +64,16 @@ def fetch(
                         progress("Fetching", done := done + size, total)
                 for name in () if is_corpus else ALONGSIDE:
                     with read_from(f"{url}/{name}"):
-                        content = source.cat_file(f"{root}/{name}") if source.exists(f"{root}/{name}") else None
-                    if content is not None:
-                        write_file(partial / name, content)
+                        is_there = source.exists(f"{root}/{name}")
+                    if is_there:
+                        write_file(partial / name, small_file(source, root, url, name))
                 write_file(partial / MANIFEST_NAME, raw)
+                check_copy(partial, manifest, progress)
         elif _digest_at(target, manifest) == manifest.digest:
-            _check_files(target, manifest)
+            try:
+                check_copy(target, manifest, progress)
+            except CheckpointError as error:
+                raise CheckpointError(f"the copy that is already there is damaged, remove it: {error}") from error
         if _digest_at(target, manifest) != manifest.digest:
             raise CheckpointError("a different one with this name and version is already there")
         point(out / link, target.name)
@@ -78,18 +85,14 @@ def _digest_at(target: Path, manifest: Manifest | CorpusManifest) -> str:
     return type(manifest).from_json((target / MANIFEST_NAME).read_bytes()).digest
 
 
-def _check_files(target: Path, manifest: Manifest | CorpusManifest) -> None:
-    """Raises CheckpointError if a file of a copy is not what the manifest says."""
-    for name, entry in manifest.files.items():
-        try:
-            with (target / name).open("rb") as file:
-                is_right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-        except FileNotFoundError:
-            is_right = False
-        if not is_right:
-            raise CheckpointError(
-                f"the copy that is already there is damaged, remove it: {name} is not what the manifest says"
-            )
+def check_copy(copy: Path, manifest: Manifest | CorpusManifest, progress: Callable[[str, int, int], None]) -> None:
+    """Raises CheckpointError, which names the file in the copy, unless a load would take it. One thread reads: a server may be busy."""
+    check = load_corpus if isinstance(manifest, CorpusManifest) else check_any
+    try:
+        check(copy, progress=lambda done, total: progress("Checking", done, total), threads=1)
+    except CheckpointError as error:
+        cause = error.__cause__  # what is wrong, without the directory, which may have a name for this moment alone
+        raise CheckpointError(reason_of(cause if isinstance(cause, Exception) else error)) from error
 
 
 @contextmanager
@@ -101,10 +104,30 @@ def read_from(place: str) -> Iterator[None]:
         raise CheckpointError(f"{place} cannot be read: {reason_of(error)}.") from error
 
 
+def small_file(source: Any, root: str, url: str, name: str) -> bytes:
+    """The content of a manifest, or of a file beside it. Raises CheckpointError, also for one longer than `MAX_MANIFEST_BYTES`, unread."""
+    path = f"{root}/{name}"
+    with read_from(f"{url}/{name}"):
+        check_regular(source, path)
+        size = source.size(path)  # None where nobody says
+    if size is not None and size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{url} is refused: {name} is longer than {MAX_MANIFEST_BYTES} bytes.")
+    with read_from(f"{url}/{name}"):
+        content: bytes = source.cat_file(path)
+    return content
+
+
+def check_regular(source: Any, path: str) -> None:
+    """Raises CheckpointError for what is there on this machine and is no file, such as a pipe, which may have no end."""
+    if isinstance(source, LocalFileSystem) and os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError("it is not a regular file")
+
+
 def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[int]:
     """Copy one file, checking length and SHA-256; yields the size of each piece in bytes. Raises CheckpointError, OSError."""
     hashed, length = hashlib.sha256(), 0
     with read_from(path):
+        check_regular(source, path)
         reading = source.open(path, "rb")
     with reading, target.open("xb") as writing:
         while length <= entry.bytes:

@@ -86,6 +86,7 @@ struct CappedExp {
 };
 
 constexpr float BOUNDED_CAP = 40;  // exp of twice as much is a float still
+constexpr float LARGE_CAP = 100;   // above it, rounding in cap · (1 − 2 / (1 + …)) would show in logits that are small beside the cap
 constexpr float NO_PEAK = -1e30f;
 
 // The attention weights of one model. Under a small cap they are `capped`, whatever the other keys. Otherwise the softmax
@@ -100,7 +101,21 @@ struct Weights {
     // The logits over ln 2, so that their exponentials are powers of two.
     Vec logits(Vec x) const {
         if (cap == 0) return x * (multiplier * LOG2_E);
+        if (cap > LARGE_CAP) return under_large_cap(x * multiplier) * LOG2_E;
         return (cap * LOG2_E) * (1.0f - 2.0f * reciprocal(1.0f + exp2(x * capped.inner)));
+    }
+
+    // cap · tanh(x / cap), exact to float32's rounding far below the cap too: x itself times a series of tanh(y) / y, which is
+    // within 1e-8 for |y| < 1/4.
+    Vec under_large_cap(Vec x) const {
+        const Vec y = x * (1 / cap), square = y * y;
+        Vec ratio = broadcast(62.0f / 2835);
+        ratio = fma(ratio, square, broadcast(-17.0f / 315));
+        ratio = fma(ratio, square, broadcast(2.0f / 15));
+        ratio = fma(ratio, square, broadcast(-1.0f / 3));
+        ratio = fma(ratio, square, broadcast(1.0f));
+        const Vec near_the_cap = cap * (1.0f - 2.0f * reciprocal(1.0f + exp2(y * (2 * LOG2_E))));
+        return square < 0.0625f ? x * ratio : near_the_cap;
     }
 
     // A key of its own beside what a row has gathered: its weight, and the factor that shrinks the rest.

@@ -95,6 +95,7 @@ def pack(
     """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied.
 
     `strip`: how many columns the kernel reads together. Of `Towers` only the user tower is packed: contexts, no candidates or heads.
+    Raises EngineError unless all tables are float32 or all bfloat16.
     """
     config, tables, packed = model.config, model.tables, Packed(Model())
     layers = [_layer(layer, config, dtype, strip) for layer in model.trunk.decoder_layers()]
@@ -111,7 +112,7 @@ def pack(
         ffn_width=config.ffn_width,
         actions=config.actions,
         continuous=config.continuous_actions,
-        tables_bf16=tables.user.dtype is torch.bfloat16,
+        tables_bf16=tables.dtype() is torch.bfloat16,
         bidirectional=config.context_attention == "bidirectional",
         silu=config.activation == "silu",
         surfaces=config.product_surfaces,

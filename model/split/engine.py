@@ -269,11 +269,9 @@ def default_capacity(config: ModelConfig) -> int:
 
 def device_tables(ranker: Ranker, device: torch.device) -> Tables:
     """The embedding tables on the device. Raises EngineError unless all are float32 or all bfloat16."""
-    three = [parameter.detach() for parameter in (ranker.tables.user, ranker.tables.post, ranker.tables.author)]
-    if len({table.dtype for table in three}) > 1 or three[0].dtype not in (torch.float32, torch.bfloat16):
-        dtypes = ", ".join(str(table.dtype).removeprefix("torch.") for table in three)
-        raise EngineError(f"embedding tables must all be float32 or all bfloat16, got {dtypes}")
-    return Tables(*(table.to(device) for table in three))
+    tables = ranker.tables
+    tables.dtype()
+    return Tables(*(table.detach().to(device) for table in (tables.user, tables.post, tables.author)))
 
 
 def _torch_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:

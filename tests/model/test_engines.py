@@ -183,6 +183,43 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
     near(build, ranker, torch.float32, [Item(*random_request(ranker.config, 20, 9))])
 
 
+NARROW = {
+    **{f"width {width}": {"width": width} for width in (5, 6, 7, 9, 10, 11)},
+    "queries of 6": {"query_heads": 1, "kv_heads": 1, "head_width": 6},
+    "sixteen hashes": {"width": 9, "post_hashes": replace(random_config().post_hashes, scales=tuple(range(3, 19)), biases=(1,) * 16)},
+}  # fmt: skip
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", NARROW.values(), ids=NARROW)
+def test_auto_serves_a_narrow_trunk_that_native_lacks(shape: dict[str, Any], dtype: torch.dtype) -> None:
+    """Products of few columns, whose bits depend on a row's place in some libraries."""
+    ranker = random_ranker(random_config(gated=False, layers=1, **shape))
+    name = str(dtype).removeprefix("torch.")
+    engine = create_engine(ranker, EngineOptions(device="cpu", dtype=name))  # type: ignore[arg-type]
+    engine.warm_up()
+    assert (engine.info.backend, engine.info.notes["self_test"]["different_bits"]) == ("torch", 0)
+    item = Item(*random_request(ranker.config, 20, 90))
+    whole = engine.forward([item])[0].scores
+    for place in range(0, 90, 7):
+        alone = engine.forward([Item(item.context, item.candidates.chunk(place, place + 1))])[0].scores
+        assert same_bits(alone, whole.rows(slice(place, place + 1)))
+    if dtype is FP32:
+        expected = DenseEngine(ranker, dtype).forward([item])[0].scores.logits
+        np.testing.assert_allclose(whole.logits, expected, atol=PARITY[dtype].logits, rtol=0)
+
+
+@ENGINES
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float16])
+def test_tables_that_no_engine_reads_are_refused(build: Build, other: torch.dtype) -> None:
+    """Not scored as if all had the dtype of the first."""
+    ranker = random_ranker(random_config())
+    ranker.tables.post.data = ranker.tables.post.data.to(other)
+    said = f"tables must all be float32 or all bfloat16, got float32, {str(other).removeprefix('torch.')}, float32"
+    with pytest.raises(EngineError, match=said):
+        build(ranker)
+
+
 @DTYPES
 @pytest.mark.parametrize(
     ("build", "compositions", "drawn"),

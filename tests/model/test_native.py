@@ -221,6 +221,20 @@ def test_other_trunks_equal_the_definition_in_any_batch(config: ModelConfig, dty
     assert dtype is torch.bfloat16 or same_bits(*scores)
 
 
+@pytest.mark.parametrize(
+    ("cap", "multiplier"),
+    [(99.0, 0.125), (101.0, 0.125), (101.0, 8.0), (1e3, 0.125), (1e3, 40.0), (1e4, 2.0), (1e6, 0.125), (1e30, 0.125)],
+)
+def test_a_large_cap_bounds_logits_and_flattens_none(cap: float, multiplier: float) -> None:
+    """Those far below the cap and, with a large multiplier, those that it bounds."""
+    ranker = random_ranker(random_config(attention_cap=cap, attention_multiplier=multiplier))
+    item = Item(*random_request(ranker.config, 37, 40))
+    expected = DenseEngine(ranker, torch.float64).forward([item])[0].scores.logits
+    for vectors in ("auto", NARROWER):
+        actual = NativeEngine(ranker, torch.float32, vectors=vectors, threads=1).forward([item])[0].scores.logits
+        np.testing.assert_allclose(actual, expected, atol=PARITY[torch.float32].logits, rtol=0)
+
+
 def test_a_trunk_unknown_to_the_kernel_goes_to_torch_with_why() -> None:
     vanilla = with_preset(random_config(), "vanilla")
     assert refusal(random_config()) is None

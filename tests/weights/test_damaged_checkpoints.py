@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.small import sign, write_small
@@ -136,6 +137,17 @@ def in_bfloat16(path: Path) -> None:
     sign(path, lambda values: values["tensors"][ACTIONS].update(dtype="bfloat16"))
 
 
+def table_as(dtype: torch.dtype) -> Damage:
+    """The table of users in another dtype, by file and manifest together."""
+
+    def damage(path: Path) -> None:
+        save_file({"tables.user": load_file(path / USER)["tables.user"].to(dtype)}, path / USER)
+        named = str(dtype).removeprefix("torch.")
+        sign(path, lambda values: values["tensors"]["tables.user"].update(dtype=named))
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a file is missing": (lambda path: (path / PARAMS).unlink(), f"{PARAMS} is missing"),
     "a shard is missing": (lambda path: (path / POST).unlink(), f"refused: {POST} is missing"),
@@ -157,6 +169,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "another shape in the file": (entry(shape=[19, 16]), f"{PARAMS} holds tensor heads.actions as float32"),
     "another shape in both": (wrong_shape, f"{PARAMS} has tensor heads.actions of shape .* the architecture asks"),
     "parameters in bfloat16": (in_bfloat16, f"{PARAMS} has tensor heads.actions as bfloat16; parameters must be float32"),
+    "one table of three in bfloat16": (
+        table_as(torch.bfloat16),
+        r"tables\.author is float32 in tables\.author\.safetensors and tables\.user is bfloat16 in tables\.user\.safetensors: all "
+        "tables must have one dtype",
+    ),
+    "a table of int32": (table_as(torch.int32), f"{USER} has tensor tables.user as int32; tables must be float32 or bfloat16"),
+    "a table of bytes": (table_as(torch.uint8), f"{USER} has tensor tables.user as uint8; tables must be float32 or bfloat16"),
     "a dtype that is not stored": (entry(dtype="U32"), f"{PARAMS} holds tensor heads.actions as U32; only"),
     "offsets that overlap": (entry(data_offsets=[4, 1220]), NO_HEADER),
     "negative offsets": (entry(data_offsets=[-4, 1212]), NO_HEADER),

@@ -7,15 +7,19 @@ import http.server
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import corpora
 from tests.weights.call import call
 from tests.weights.corpus import changing
+from tests.weights.small import sign
 from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
 from weights.corpus.changes import load_changed
 from weights.corpus.store import load_corpus
@@ -54,7 +58,8 @@ def test_fetched_bytes_equal_the_source_and_the_link_leads_there(by: str, web: s
     assert (tmp_path / "current").resolve() == path == tmp_path / f"demo@{manifest.version}"
     assert tree(path) == {name: held for name, held in tree(DEMO).items() if not name.startswith("report")}
     assert load_checkpoint(tmp_path / "current").manifest.digest == load_manifest(DEMO).digest
-    assert seen[-1][1] == seen[-1][2] == sum(entry.bytes for entry in manifest.files.values())
+    copied = [told for told in seen if told[0] == "Fetching"]
+    assert copied[-1][1] == copied[-1][2] == sum(entry.bytes for entry in manifest.files.values())
     fetch(f"{where}/demo-posts", tmp_path, "posts")
     assert len(load_corpus(tmp_path / "posts").corpus) == 4781
 
@@ -184,6 +189,79 @@ def test_a_file_that_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:
         (source / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2097280\n")
         ended = call("fetch", source, "--out", tmp_path / "out")
         assert (ended.exit_code, f"{file} is a Git LFS pointer" in ended.stderr) == (1, True), ended.stderr
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "params.safetensors", "example.json"])
+def test_a_pipe_is_refused_instead_of_waited_for(file: str, tmp_path: Path) -> None:
+    source = another(tmp_path / "source")
+    (source / file).unlink()
+    os.mkfifo(source / file)
+    command = [sys.executable, "-m", "weights", "fetch", str(source), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert f"{source}/{file} cannot be read: it is not a regular file" in done.stderr
+    assert not (tmp_path / "out" / "current").exists()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "example.json"])
+@pytest.mark.parametrize("by", ["path", "http"])
+def test_a_file_that_is_too_long_is_not_read_to_its_end(by: str, file: str, tmp_path: Path) -> None:
+    source = another(tmp_path / "source")
+    with (source / file).open("ab") as growing:
+        growing.truncate(2**40)  # without a byte on the disk
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=source)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # of a caller that does not read on
+        threading.Thread(target=server.serve_forever).start()
+        url = str(source) if by == "path" else f"http://127.0.0.1:{server.server_address[1]}"
+        ended = call("fetch", url, "--out", tmp_path / "out")
+        server.shutdown()
+    assert ended.exit_code == 1, ended.output
+    assert f"{url} is refused: {file} is longer than 16777216 bytes.\n" in ended.stderr
+    assert not (tmp_path / "out" / "current").exists()
+
+
+def not_a_number(source: Path) -> None:
+    with (source / "params.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\xff" * 4)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], Callable[[dict[str, Any]], object], str]] = {
+    "a NaN": (not_a_number, lambda manifest: None, "holds a NaN or an infinity"),
+    "no header": (lambda source: (source / "params.safetensors").write_bytes(b"{}"), lambda manifest: None, "is not a readable"),
+    "a tensor less": (lambda source: None, lambda manifest: manifest["tensors"].pop("tables.user"), "lacks tensor tables.user"),
+    "layers": (lambda source: None, lambda manifest: manifest["architecture"].update(layers=1000), "fewer tensors than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_link_never_moves_to_what_verify_refuses(fault: str, is_there: bool, tmp_path: Path) -> None:
+    """Although each byte is what the manifest says. `is_there`: an earlier version has copied it already."""
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+    fetch(str(DEMO), out, "current")
+    damage, change, said = REFUSED[fault]
+    damage(source)
+    sign(source, change)
+    if is_there:
+        shutil.copytree(source, out / "demo@v2")
+    ended = call("fetch", source, "--out", out)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert said in call("verify", source).stderr
+    assert said in ended.stderr
+    assert load_manifest(out / "current").version == load_manifest(DEMO).version
+    assert (out / "demo@v2").exists() == is_there
+
+
+def test_a_corpus_that_no_load_takes_gets_no_link(tmp_path: Path) -> None:
+    _, corpus = corpora.written(tmp_path)
+    vectors = corpus / "vectors.safetensors"
+    vectors.write_bytes(vectors.read_bytes()[:-4] + b"\0\0\0\x7f")
+    sign(corpus)
+    ended = call("fetch", corpus, "--out", tmp_path / "out", "--link", "posts")
+    assert (ended.exit_code, "holds a vector of length" in ended.stderr) == (1, True), ended.stderr
+    assert not [*(tmp_path / "out").glob("*")]
 
 
 def test_a_checkpoint_that_speaks_of_kinds_is_no_corpus(tmp_path: Path) -> None:

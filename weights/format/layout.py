@@ -63,5 +63,13 @@ def check_tensors(listed: Mapping[str, TensorEntry], expected: Mapping[str, tupl
             raise CheckpointError(
                 f"{entry.file} has tensor {name} of shape {list(entry.shape)}, the architecture asks for {list(expected[name])}"
             )
-        if entry.dtype != "float32" and not is_table(name):
-            raise CheckpointError(f"{entry.file} has tensor {name} as {entry.dtype}; parameters must be float32")
+        kind, dtypes = ("tables", ("float32", "bfloat16")) if is_table(name) else ("parameters", ("float32",))
+        if entry.dtype not in dtypes:
+            raise CheckpointError(
+                f"{entry.file} has tensor {name} as {entry.dtype}; {kind} must be {' or '.join(dtypes)}"
+            )
+    tables = [(entry.dtype, name, entry.file) for name, entry in sorted(listed.items()) if is_table(name)]
+    for table in tables:
+        if table[0] != tables[0][0]:
+            one, another = (f"{name} is {dtype} in {file}" for dtype, name, file in (tables[0], table))
+            raise CheckpointError(f"{one} and {another}: all tables must have one dtype")

@@ -25,7 +25,7 @@ from model.split.weights import NormWeights, TokenWeights
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
 CARD_BLOCKS = 8  # of KEY_TILE, the most that are one block on a card
 WIDE_ROW_SIZES = (1024, 256)  # rows of larger products, used where they give the bits of TILE_ROWS
-HEAD_COLUMNS = 16  # narrower heads are padded: products of fewer columns depend on the row's place in some libraries
+LEAST_COLUMNS = 16  # narrower products are padded: those of fewer columns depend on the row's place in some libraries
 PIECE = 16384  # elements that torch computes without splitting them over threads; only gelu has so low a limit
 
 
@@ -35,6 +35,14 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if flat.numel() <= PIECE or x.is_cuda:
         return function(flat).view(x.shape)
     return torch.cat([function(piece) for piece in flat.split(PIECE)]).view(x.shape)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight`, computed with at least `LEAST_COLUMNS` columns."""
+    columns = weight.shape[1]
+    if columns >= LEAST_COLUMNS:
+        return x @ weight
+    return (x @ functional.pad(weight, (0, LEAST_COLUMNS - columns)))[:, :columns]
 
 
 class PortableKernels(Kernels):
@@ -59,7 +67,8 @@ class PortableKernels(Kernels):
                 inputs = self._embedded(step, tables, tile, kind)
                 if kind == HISTORY:
                     inputs = torch.cat((inputs, self._small_inputs(step, tokens, tile)), 1)
-                out = functional.pad(inputs, (0, tokens.inputs[kind] - inputs.shape[1])) @ projections[kind].float()
+                inputs = functional.pad(inputs, (0, tokens.inputs[kind] - inputs.shape[1]))
+                out = product(inputs, projections[kind].float())
                 if kind != USER:
                     out += tokens.surfaces[kind][_padded(step.arrays.row("surface")[tile]).long()]
                 if kind == CANDIDATE and self.config.has_post_age:
@@ -123,7 +132,11 @@ class PortableKernels(Kernels):
         row = 0
         while row < step.rows:
             size = next((size for size in sizes if size <= step.rows - row), sizes[-1])
-            torch.mm(x[row : row + size], weight, out=out[row : row + size])
+            some = slice(row, row + size)
+            if weight.shape[1] < LEAST_COLUMNS:
+                out[some] = product(x[some], weight)
+            else:
+                torch.mm(x[some], weight, out=out[some])
             row += size
 
     def rotate(self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int) -> None:
@@ -149,7 +162,7 @@ class PortableKernels(Kernels):
             if request not in wide:
                 # [2, G, capacity, K or more]: one conversion per request and layer
                 keys_values = state.keys_values[layer].float().transpose(1, 2)
-                padding = max(0, HEAD_COLUMNS - self.config.head_width)
+                padding = max(0, LEAST_COLUMNS - self.config.head_width)
                 wide[request] = functional.pad(keys_values, (0, padding)).contiguous()
             tile = slice(first, first + TILE_ROWS)
             mixed = self._attend_tile(query[tile], key_value[tile], wide[request], state, count, index)
@@ -200,16 +213,20 @@ class PortableKernels(Kernels):
         """See `Kernels.check_products`; `sizes` do not matter: every number of rows is cut into checked ones."""
         for weight in weights:
 
-            def product(x: Tensor, weight: Tensor = weight) -> Tensor:
-                return x @ weight
+            def whole(x: Tensor, weight: Tensor = weight) -> Tensor:
+                return product(x, weight)
 
             def reference(x: Tensor, weight: Tensor = weight) -> Tensor:
-                return torch.cat([tile @ weight for tile in x.split(TILE_ROWS)])
+                return torch.cat([product(tile, weight) for tile in x.split(TILE_ROWS)])
 
             width = weight.shape[0]
             if not rows_are_independent(reference, reference, 4 * TILE_ROWS, width, weight):
-                raise EngineError(f"{TILE_ROWS} rows times {shape_name(weight)}: a row's bits depend on its place")
-            wide = [size for size in WIDE_ROW_SIZES if rows_are_independent(product, reference, size, width, weight)]
+                raise EngineError(
+                    f"torch's products of {TILE_ROWS} rows times {shape_name(weight)} give a row other bits in another place on this "
+                    "machine: train the model at another width, or choose backend 'dense', whose last bits depend on the number of "
+                    "candidates"
+                )
+            wide = [size for size in WIDE_ROW_SIZES if rows_are_independent(whole, reference, size, width, weight)]
             self.row_sizes[tuple(weight.shape)] = (*wide, TILE_ROWS)
         return {shape_name(weight): list(self.row_sizes[tuple(weight.shape)]) for weight in weights}
 
