@@ -57,14 +57,25 @@ def _digest(ranker: Ranker) -> str:
 
 
 def save_state(trainer: Trainer, directory: Path, identity: Mapping[str, str]) -> None:
-    """Write everything that the next step depends on, and the `identity_of` the run. A crash while writing leaves the previous state."""
+    """Write everything that the next step depends on, and the `identity_of` the run. A crash while writing leaves the previous state, and
+    so does a disk that is full: OSError, which names the file."""
     directory.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = {name: getattr(trainer, name) for name in COUNTERS}
     state[IDENTITY] = dict(identity)
     state["ranker"], state["optimizer"] = trainer.ranker.state_dict(), trainer.optimizer.state_dict()
     state["averaged"] = trainer.averaged.state_dict() if trainer.averaged else None
     state["generator"] = trainer.generator.get_state()
-    write_whole(directory / STATE_NAME, lambda new: torch.save(state, new))
+    write_whole(directory / STATE_NAME, lambda new: _write(state, new))
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    with path.open("xb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch ends a file that could not be written, and fails again
+                raise error.__context__ from None
+            raise
 
 
 def load_state(trainer: Trainer, directory: Path, identity: Mapping[str, str]) -> None:
