@@ -215,25 +215,25 @@ def write_all(directory: Path, writes: Mapping[str, Callable[[Path], object]]) -
     with _locked_beside(first) as partial:
         try:
             for name, write in writes.items():
-                with _named(directory / name):
+                with named(directory / name):
                     write(partial / name)
                     sync(partial / name)
             for name in writes:
-                with _named(directory / name):
+                with named(directory / name):
                     (partial / name).replace(directory / name)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Let an OSError say that it was `path` that could not be written, whatever it named."""
+def named(path: Path, left: str = "; the file is as before") -> Iterator[None]:
+    """Let an OSError say that it was `path` that could not be written, whatever it named, and what that left."""
     try:
         yield
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, f"{os.strerror(error.errno)}; the file is as before", str(path)) from error
+        raise OSError(error.errno, os.strerror(error.errno) + left, str(path)) from error
 
 
 def name_whole(directory: Path, path: Path) -> None:

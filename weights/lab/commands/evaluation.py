@@ -92,10 +92,13 @@ def off_policy_(
         manifest = loaded.manifest
         impressions = aligned(log_of(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
         weights = np.array([manifest.score_weights.get(name, 0.0) for name in manifest.action_names])
-        rankings = rankings_of(
-            loaded.ranker, impressions, since_of(since, manifest, impressions), weights, manifest.corrections
-        )
+        since_ts = since_of(since, manifest, impressions)
+        rankings = rankings_of(loaded.ranker, impressions, since_ts, weights, manifest.corrections)
         estimates = off_policy(rankings, temperature, places)
+        unknown = (weights != 0) & ~impressions.since(since_ts).known_actions
+    if unknown.any():
+        names = ", ".join(np.array(manifest.action_names)[unknown])
+        say(f"not counted in the reward: {names}, since the log knows of no impression whether it was taken")
     for line in estimates.lines():
         say(line)
 

@@ -464,12 +464,11 @@ def _histories(examples: Examples, requests: NDArray[np.int64]) -> tuple[float, 
     return float(examples.history_lengths[served].mean()), float(of_rows.mean())
 
 
-def known_worth(log: Log, weights: Floats) -> NDArray[np.bool_] | slice:
+def known_worth(log: Log, weights: NDArray[np.floating]) -> NDArray[np.bool_] | slice:
     """The rows of which every action that the score is for is known. An action that is known of no row is left out."""
     if log.unknown is None:
         return slice(None)
-    unknown = log.unknown[:, weights != 0]
-    return np.asarray(~unknown[:, ~unknown.all(0)].any(1))
+    return np.asarray(~log.unknown[:, (weights != 0) & log.known_actions].any(1))
 
 
 def _score(judge: Judge, score: Floats, worth: Floats, is_known: NDArray[np.bool_] | slice) -> dict[str, Figure]:

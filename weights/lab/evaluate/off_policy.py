@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from model.ranker import Ranker
 from model.ranking import Calibration
+from weights.lab.evaluate.evaluation import known_worth
 from weights.lab.evaluate.metrics import Figure
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
@@ -37,8 +38,8 @@ NO_PROPENSITIES = "the log has no propensities: it was served without exploratio
 @dataclass(frozen=True, slots=True, eq=False)
 class Rankings:
     """Logged rankings, row by row, in any order of rows. All `[n]`: `request` and `user` number rankings and users from 0; `position`
-    int64, from 1; `propensity` float64, the probability of the post's place given those above it; `reward` float64, what followed;
-    `score` float64, of the other ranker; `predicted` float64, the reward that the other ranker predicts."""
+    int64, from 1; `propensity` float64, the probability of the post's place given those above it; `reward` float64, what followed, NaN
+    where that is not known; `score` float64, of the other ranker; `predicted` float64, the reward that the other ranker predicts."""
 
     request: NDArray[np.int64]
     user: NDArray[np.int64]
@@ -61,8 +62,9 @@ def rankings_of(
 ) -> Rankings:
     """The rankings of a log from a time on, Unix seconds, as this ranker scores them.
 
-    `weights` of the actions, float64 `[A]`: rewards are the sums of the weights of what was done. `corrections`: the checkpoint's
-    calibration. Raises LogError for a log without the columns position and propensity.
+    `weights` of the actions, float64 `[A]`: rewards are the sums of the weights of what was done, and unknown where one of these actions
+    is. An action that is known of no row counts in no reward (`Log.known_actions`). `corrections`: the checkpoint's calibration.
+    Raises LogError for a log without the columns position and propensity, and for one that knows no action with a weight.
     """
     if log.position is None or log.propensity is None:
         raise LogError(NO_PROPENSITIES)
@@ -71,27 +73,37 @@ def rankings_of(
     if not len(requests):
         raise LogError(f"no ranking of the log is from {since_ts} or later")
     shown = log.take(slice(int(examples.starts[requests[0]]), len(log)))
-    score = predict(ranker, examples, requests, corrections=corrections).probabilities @ weights
+    counted = weights * shown.known_actions
+    if weights.any() and not counted.any():
+        names = " or ".join(np.array(log.action_names)[weights != 0])
+        raise LogError(
+            f"the log knows of no impression from {since_ts} on whether {names} was taken, so there is no reward to estimate: give a log "
+            "that tells, or a checkpoint whose score is for actions that this log knows"
+        )
+    is_known = np.zeros(len(shown), bool)
+    is_known[known_worth(shown, weights)] = True
+    probabilities = predict(ranker, examples, requests, corrections=corrections).probabilities.astype(np.float64)
     return Rankings(
         request=np.unique(shown.request_id, return_inverse=True)[1],
         user=shown.people,
         position=np.asarray(shown.position),
         propensity=np.asarray(shown.propensity, np.float64),
-        reward=shown.actions @ weights,
-        score=score.astype(np.float64),
-        predicted=score.astype(np.float64),
+        reward=np.where(is_known, shown.actions @ counted, np.nan),
+        score=probabilities @ weights,
+        predicted=probabilities @ counted,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
     """The reward of the first `places` of a ranking: as logged, and as the other ranker would have earned by three estimators, each with
-    its 95 % interval by resampling users. `left_out`: rankings that were served without exploration. `effective_rankings`: (Σρ)² ÷ Σρ²,
-    how many rankings the weights leave."""
+    its 95 % interval by resampling users. `left_out`: rankings that were served without exploration; `unknown`: others that are left
+    out, since the reward of one of their posts is not known. `effective_rankings`: (Σρ)² ÷ Σρ², how many rankings the weights leave."""
 
     places: int
     rankings: int
     left_out: int
+    unknown: int
     effective_rankings: float
     logged: Figure
     ips: Figure
@@ -103,6 +115,7 @@ class Estimates:
         place = "place" if self.places == 1 else f"{self.places} places"
         return [
             *([f"left out: {self.left_out:,} rankings, served without exploration"] if self.left_out else []),
+            *([f"left out: {self.unknown:,} rankings with a post whose reward is unknown"] if self.unknown else []),
             f"reward of the first {place}, over {self.rankings:,} rankings, which weigh as {self.effective_rankings:,.0f}:",
             f"  as logged      {self.logged}",
             f"  IPS            {self.ips}",
@@ -114,15 +127,24 @@ class Estimates:
 def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: int = 1) -> Estimates:
     """Estimate the reward of another ranker that explores with this temperature, in units of its scores.
 
-    Rankings that were served without exploration are left out. Raises LogError for a log without any other, which says nothing about other
-    orders, and for rankings of which the log lacks posts or places: those whose `position` is not 1 … n, or whose last post was not sure of
-    its place.
+    Rankings that were served without exploration are left out. So are those with a post whose reward is unknown, whatever its place: if
+    only the first places counted, the order would decide which rankings stay, and the weights would not be theirs. Raises LogError where
+    no ranking stays, and for rankings of which the log lacks posts or places: those whose `position` is not 1 … n, or whose last post was
+    not sure of its place.
     """
     explored = np.isin(rankings.request, rankings.request[rankings.propensity > 0])
     if not explored.any():
         raise LogError(NO_PROPENSITIES)
     left_out = len(np.unique(rankings.request[~explored]))
-    table = _padded(rankings.take(explored), places)
+    rankings = rankings.take(explored)
+    is_unknown = np.isin(rankings.request, rankings.request[np.isnan(rankings.reward)])
+    if is_unknown.all():
+        raise LogError(
+            "each ranking has a post of which the log does not know an action that the score is for, so no reward can be estimated: give "
+            "a log that knows, with false where the action was not taken"
+        )
+    unknown = len(np.unique(rankings.request[is_unknown]))
+    table = _padded(rankings.take(~is_unknown), places)
     last = table.propensity[np.arange(len(table.reward)), table.is_there.sum(1) - 1]
     is_partial = ~table.has_all_places | (last < WHOLE)  # whatever is left gets the last place for sure
     if is_partial.any():
@@ -146,6 +168,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
         places,
         count,
         left_out,
+        unknown,
         float(final.sum() ** 2 / np.square(final).sum()),
         figure(rewards.sum(1, keepdims=True), one),
         figure(ips.sum(1, keepdims=True), one),

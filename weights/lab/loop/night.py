@@ -62,7 +62,7 @@ def facts_of(
         len(rows),
         int(is_positive(shown, weights).sum()),
         float(shown.shares.sum()),
-        float(expected[is_known_of_some(shown)].sum()),
+        float(expected[shown.known_actions].sum()),
         int(returning.sum()),
         int((returning & empty).sum()),
         *_times(counts),
@@ -80,11 +80,6 @@ def is_positive(shown: Log, weights: NDArray[np.float32]) -> NDArray[np.bool_]:
     is_known = np.zeros(len(shown), bool)
     is_known[known_worth(shown, weights)] = True
     return np.asarray(is_known & (shown.actions @ weights > 0))
-
-
-def is_known_of_some(shown: Log) -> NDArray[np.bool_]:
-    """The actions of which it is known for some impression whether they were taken, `[A]`: no event tells of the others."""
-    return np.ones(len(shown.action_names), bool) if shown.unknown is None else np.asarray(~shown.unknown.all(0))
 
 
 def requests_of(examples: Examples, night: Path) -> NDArray[np.int64]:

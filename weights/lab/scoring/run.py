@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from weights.format.manifest import Manifest
-from weights.format.writer import alone_in, name_whole, write_whole
+from weights.format.writer import alone_in, name_whole, named, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
 from weights.lab.training.contexts import open_contexts
 from weights.lab.training.log import action_names, checked_columns, open_log
@@ -157,7 +157,8 @@ def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: P
         shutil.rmtree(left, ignore_errors=True)
     unfinished.mkdir()
     files = [unfinished / f"part-{number:05}.arrow" for number in range(run.partitions)]
-    writers = [pa.ipc.new_file(file, source.schema) for file in files]
+    with named(split, left=""):
+        writers = [pa.ipc.new_file(file, source.schema) for file in files]
     done = 0
     for table in tables_of(source, ROUND_ROWS):
         where = partition_of(_checked(table, source, done, manifest), run.partitions)
@@ -165,11 +166,13 @@ def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: P
         sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(run.partitions + 1))
         for writer, first, last in zip(writers, edges[:-1], edges[1:], strict=True):
             if last > first:
-                writer.write_table(sorted_table.slice(first, last - first))
+                with named(split, left=""):
+                    writer.write_table(sorted_table.slice(first, last - first))
         done += len(table)
         progress("Splitting by user", done, run.rows)
-    for writer in writers:
-        writer.close()
+    with named(split, left=""):
+        for writer in writers:
+            writer.close()
     check_unchanged(source, run.log)
     name_whole(unfinished, split)
 

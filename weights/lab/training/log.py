@@ -149,6 +149,11 @@ class Log:
         return slice(None) if self.unknown is None else ~self.unknown[:, action]
 
     @property
+    def known_actions(self) -> NDArray[np.bool_]:
+        """The actions of which it is known for some row whether they were taken, `[A]`."""
+        return np.ones(len(self.action_names), bool) if self.unknown is None else np.asarray(~self.unknown.all(0))
+
+    @property
     def shares(self) -> NDArray[np.float64]:
         """How often each action was taken, of the rows where that is known, float64 `[A]`; 0 where it is known of none."""
         if self.unknown is None:

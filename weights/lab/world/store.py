@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from weights.format.writer import write_all
 from weights.lab.training.log import write_log
 from weights.lab.world.names import person_name, topic_name
 from weights.lab.world.population import interest
@@ -34,18 +35,23 @@ class Facts:
 
 
 def save_world(directory: Path, world: World) -> None:
-    """Write `log.parquet`, `truth.parquet` (one row for each row of the log in the test period, same order) and `world.json`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_log(directory / LOG_NAME, world.log)
+    """Write `log.parquet`, `truth.parquet` (one row for each row of the log in the test period, same order) and `world.json`: all, or
+    none where one cannot be written. Raises OSError, which names the file."""
     truth = world.truth
     columns = {
         PROBABILITY_PREFIX + name: pa.array(truth.probabilities[:, index])
         for index, name in enumerate(world.log.action_names)
     }
     columns |= {name: pa.array(getattr(truth, name)) for name in ("log_dwell", "affinity", "topic")}
-    pq.write_table(pa.table(columns), directory / TRUTH_NAME, compression="zstd")
     document = {"settings": asdict(world.settings), "test_ts": world.settings.test_ts, **world_names(world)}
-    (directory / WORLD_NAME).write_text(json.dumps(document, indent=1) + "\n")
+    write_all(
+        directory,
+        {
+            LOG_NAME: lambda new: write_log(new, world.log),
+            TRUTH_NAME: lambda new: pq.write_table(pa.table(columns), new, compression="zstd"),
+            WORLD_NAME: lambda new: new.write_text(json.dumps(document, indent=1) + "\n"),
+        },
+    )
 
 
 def world_names(world: World) -> dict[str, Any]:

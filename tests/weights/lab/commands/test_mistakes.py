@@ -21,7 +21,7 @@ import pyarrow.csv  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from tests.support.full_disk import full_disk  # noqa: E402
-from tests.weights.call import run  # noqa: E402
+from tests.weights.call import call, run  # noqa: E402
 from tests.weights.lab.training.small_run import WORLD, small_config  # noqa: E402
 from weights.actions import DWELL_TIME, default_score_weights  # noqa: E402
 from weights.checkpoint import save_checkpoint  # noqa: E402
@@ -271,6 +271,41 @@ def test_a_file_that_the_disk_cannot_hold_is_as_before(command: str, desk: Path,
         code, said = run(command, *commands(desk, desk / "log.parquet", tmp_path / "out")[command])
     assert (code, said) == (1, f"{tmp_path}/out: File too large; the file is as before\n")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out", "of yesterday")]
+
+
+def short_run(desk: Path, *options: object) -> tuple[object, ...]:
+    """The words of a training of seconds."""
+    sizes = ("epochs=0.3", "width=16", "query_heads=2", "kv_heads=1", "head_width=8", "counts_share=0")
+    assigned = [word for size in (*sizes, "evaluate_every=5") for word in ("--set", size)]
+    return ("train", "--log", desk / "log.parquet", *options, *assigned)
+
+
+def test_a_state_that_the_disk_cannot_hold_is_as_before(desk: Path, tmp_path: Path) -> None:
+    """torch raises a RuntimeError about positions in a file, whatever the system said."""
+    state = tmp_path / "state/state.pt"
+    words = short_run(desk, "--out", tmp_path / "out", "--state", state.parent)
+    code, said = run(*words, "--set", "seed=2")
+    assert code == 0, said
+    before = state.read_bytes()
+    for size in (64, 40_000):
+        with full_disk(size):
+            result = call(*words, "--replace")
+        assert (result.exit_code, result.stderr) == (1, f"{state}: File too large; the file is as before\n")
+        assert state.read_bytes() == before
+        assert sorted(path.name for path in state.parent.iterdir()) == ["state.pt", "training.jsonl"]
+
+
+@pytest.mark.parametrize(("command", "named"), [("world", "out/log.parquet"), ("score", "out/.split")])
+def test_what_the_disk_cannot_hold_is_named(command: str, named: str, desk: Path, tmp_path: Path) -> None:
+    sizes = ("users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12")
+    words = {
+        "world": ("--out", tmp_path / "out", *[word for size in sizes for word in ("--set", size)]),
+        "score": commands(desk, desk / "log.parquet", tmp_path / "out")["score"],
+    }
+    with full_disk(3000):
+        result = call(command, *words[command])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.output
+    assert re.match(rf"{tmp_path}/{named}.*: File too large", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize(

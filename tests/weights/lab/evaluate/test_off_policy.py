@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import Result
 
 pytest.importorskip("sklearn")
 
@@ -16,7 +17,7 @@ from tests.weights.lab.training.small_run import small_config
 from weights.actions import DWELL_TIME
 from weights.checkpoint import save_checkpoint
 from weights.lab.evaluate.off_policy import Estimates, Rankings, off_policy
-from weights.lab.training.log import write_log
+from weights.lab.training.log import Log, write_log
 from weights.lab.world.simulate import World
 from weights.synthetic.random_weights import random_ranker
 from weights.tables import LogError
@@ -113,6 +114,20 @@ def test_rankings_without_exploration_are_left_out() -> None:
     assert estimates.lines()[0] == f"left out: {estimates.left_out:,} rankings, served without exploration"
 
 
+@pytest.mark.parametrize("place", [1, POSTS])
+def test_rankings_with_an_unknown_reward_are_left_out(place: int) -> None:
+    """Also where the reward is unknown of a place that does not count: else the order would decide which rankings stay."""
+    rankings = Market(1).logged()
+    is_of_third = rankings.request % 3 == 0
+    reward = np.where(is_of_third & (rankings.position == place), np.nan, rankings.reward)
+    estimates = off_policy(replace(rankings, reward=reward), TEMPERATURE)
+    assert estimates.unknown == 100
+    assert replace(estimates, unknown=0) == off_policy(rankings.take(~is_of_third), TEMPERATURE)
+    assert estimates.lines()[0] == "left out: 100 rankings with a post whose reward is unknown"
+    with pytest.raises(LogError, match="each ranking has a post of which the log does not know"):
+        off_policy(replace(rankings, reward=np.where(rankings.position == place, np.nan, rankings.reward)), TEMPERATURE)
+
+
 @pytest.mark.parametrize("lacking", range(1, POSTS + 1))
 def test_a_log_that_lacks_ranked_posts_is_refused(lacking: int) -> None:
     rankings = Market(1).logged()
@@ -130,32 +145,55 @@ def test_a_log_that_does_not_tell_the_order_is_refused(place: int) -> None:
         off_policy(replace(rankings, position=position), TEMPERATURE)
 
 
-def test_the_command_estimates_and_refuses(world: World, tmp_path: Path) -> None:
+OPTIONS = ("--temperature", "0.5", "--since", "2001-01-01")
+
+
+@pytest.fixture
+def explored(world: World, tmp_path: Path) -> Log:
+    """Forty rankings whose every order was as likely as any; `ranker` in `tmp_path` ranks for favorite and, a little, for reply."""
     log = world.log
-    rows = slice(0, int(np.searchsorted(log.request_id, log.request_id[0] + 40)))
-    part = log.take(rows)
+    part = log.take(slice(0, int(np.searchsorted(log.request_id, log.request_id[0] + 40))))
     starts = np.flatnonzero(np.append(True, np.diff(part.request_id.astype(np.int64)) != 0))
     sizes = np.diff(np.append(starts, len(part)))
     position = np.concatenate([np.arange(1, size + 1) for size in sizes])
-    propensity = np.concatenate([1 / np.arange(size, 0, -1) for size in sizes])  # every order was as likely as any
+    propensity = np.concatenate([1 / np.arange(size, 0, -1) for size in sizes])
     save_checkpoint(
         tmp_path / "ranker", random_ranker(small_config(), 1), name="random", action_names=log.action_names,
-        continuous=(DWELL_TIME,), score_weights={"favorite": 1.0},
+        continuous=(DWELL_TIME,), score_weights={"favorite": 1.0, "reply": 0.1},
     )  # fmt: skip
-    write_log(tmp_path / "explored.parquet", replace(part, position=position, propensity=propensity))
-    write_log(tmp_path / "sorted.parquet", part)
-    options = (
-        "off-policy",
-        "--checkpoint",
-        tmp_path / "ranker",
-        "--temperature",
-        "0.5",
-        "--since",
-        "2001-01-01",
-        "--log",
-    )
-    estimated = call(*options, tmp_path / "explored.parquet")
+    return replace(part, position=position, propensity=propensity)
+
+
+def judged(log: Log, directory: Path) -> Result:
+    """What `off-policy` says of the ranker in the directory by this log."""
+    write_log(directory / "log.parquet", log)
+    return call("off-policy", "--checkpoint", directory / "ranker", *OPTIONS, "--log", directory / "log.parquet")
+
+
+def test_the_command_estimates_and_refuses(explored: Log, tmp_path: Path) -> None:
+    estimated = judged(explored, tmp_path)
     assert estimated.exit_code == 0, estimated.output
     assert "doubly robust" in estimated.stdout
-    refused = call(*options, tmp_path / "sorted.parquet")
+    refused = judged(replace(explored, position=None, propensity=None), tmp_path)
     assert (refused.exit_code, "served without exploration" in refused.stderr) == (1, True)
+
+
+def test_an_action_that_nobody_knows_of_is_not_a_no(explored: Log, tmp_path: Path) -> None:
+    """Every first place was liked. In every second ranking nobody collected that, and nowhere whether anybody replied."""
+    favorite, reply = (explored.action_names.index(name) for name in ("favorite", "reply"))
+    half = explored.request_id % 2 == 0
+    actions, unknown = np.zeros_like(explored.actions), np.zeros_like(explored.actions)
+    actions[:, favorite] = (explored.position == 1) & ~half
+    unknown[:, favorite], unknown[:, reply] = half, True
+    said = judged(replace(explored, actions=actions, unknown=unknown), tmp_path)
+    assert said.exit_code == 0, said.output
+    left_out = len(np.unique(explored.request_id[half]))
+    assert f"left out: {left_out} rankings with a post whose reward is unknown" in said.stdout
+    assert "as logged      1.000 (1.000 … 1.000)" in said.stdout
+    assert "not counted in the reward: reply, since the log knows of no impression whether it was taken" in said.stdout
+
+
+def test_a_log_without_a_reward_that_is_known_is_refused(explored: Log, tmp_path: Path) -> None:
+    said = judged(replace(explored, unknown=np.ones_like(explored.actions)), tmp_path)
+    assert (said.exit_code, said.stderr.count("\n")) == (1, 1), said.output
+    assert "knows of no impression from 978307200 on whether favorite or reply was taken" in said.stderr

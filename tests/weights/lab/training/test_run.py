@@ -12,11 +12,14 @@ import pytest
 import torch
 
 pytest.importorskip("pyarrow")
+pytest.importorskip("duckdb")
 
 from model.synthetic import random_ranker
 from tests.weights.lab.training.small_run import TRAINING, small_config
 from weights.lab.counts import smoothed_labels
+from weights.lab.training.contexts import ServedContexts
 from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log, read_log, write_log
 from weights.lab.training.run import split, train
 from weights.lab.training.state import STATE_NAME, StateError
 from weights.lab.training.trainer import Status
@@ -76,12 +79,22 @@ def test_a_state_that_cannot_go_on_is_refused(content: bytes | str | None, world
         train(world.log, small_config(), SHORT, state=tmp_path, resume=True)
 
 
+def dealt_anew(log: Log, column: str) -> Log:
+    """The log with the values of a column in another order: as many actions taken, the same posts."""
+    order = np.random.default_rng(1).permutation(len(log))
+    return replace(log, **{column: getattr(log, column)[order]})
+
+
 OTHER_RUNS: dict[str, Callable[[World], dict[str, Any]]] = {
     "until_ts": lambda world: {"until_ts": world.settings.test_ts},
     "learning_rate": lambda world: {"settings": replace(SHORT, learning_rate=1e-4)},
     "history_length": lambda world: {"config": replace(small_config(), history_length=12)},
     "impressions": lambda world: {"log": world.log.since(int(world.log.impression_ts[0]) + 86_400)},
-    "actions_taken": lambda world: {"log": replace(world.log, actions=world.log.actions & (world.log.post_id % 2 == 0)[:, None])},
+    "log": lambda world: {"log": replace(world.log, actions=world.log.actions & (world.log.post_id % 2 == 0)[:, None])},
+    "log, of as many actions": lambda world: {"log": dealt_anew(world.log, "actions")},
+    "log, of other posts": lambda world: {"log": dealt_anew(world.log, "post_id")},
+    "log, of other codes": lambda world: {"log": replace(world.log, codes=np.ones((len(world.log), 1), np.int64))},
+    "log, of less knowledge": lambda world: {"log": replace(world.log, unknown=~world.log.actions)},
     "start": lambda world: {"start": random_ranker(small_config(), 1)},
 }  # fmt: skip
 
@@ -97,9 +110,45 @@ def state_of_a_run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_the_state_of_another_run_is_refused(name: str, world: World, state_of_a_run: Path) -> None:
     before = (state_of_a_run / STATE_NAME).read_bytes()
     other = {"log": world.log, "config": small_config(), "settings": SHORT} | OTHER_RUNS[name](world)
-    with pytest.raises(StateError, match=rf"{STATE_NAME} is of another run: .*\b{name} was .*leave out --resume"):
+    with pytest.raises(
+        StateError, match=rf"{STATE_NAME} is of another run: .*\b{name.partition(',')[0]} was .*leave out --resume"
+    ):
         train(**other, state=state_of_a_run, resume=True)
     assert (state_of_a_run / STATE_NAME).read_bytes() == before
+
+
+def test_the_state_of_an_earlier_version_is_refused(world: World, state_of_a_run: Path, tmp_path: Path) -> None:
+    """It did not say of which log it is."""
+    state = torch.load(state_of_a_run / STATE_NAME, weights_only=True)
+    del state["identity"]["log"]
+    state["identity"]["actions_taken"] = "1234"
+    torch.save(state, tmp_path / STATE_NAME)
+    with pytest.raises(
+        StateError, match=f"{STATE_NAME} is of an earlier version, .*: leave out --resume to begin anew"
+    ):
+        train(world.log, small_config(), SHORT, state=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("of_contexts", [False, True])
+def test_a_state_is_of_the_log_however_it_is_read(of_contexts: bool, world: World, tmp_path: Path) -> None:
+    """In memory or mapped from a sorted copy, with contexts as served or without. Other contexts are another log."""
+    write_log(tmp_path / "log.parquet", world.log)
+    logs = [read_log(tmp_path / "log.parquet", cache=cache) for cache in (None, tmp_path / "cache")]
+    if of_contexts:
+        ids, events = np.arange(1, 3, dtype=np.uint64), slice(0, 4)
+        log = logs[0].take(events)
+        served = ServedContexts(
+            ids, np.array([0, 2]), np.array([2, 4]), log.post_id, log.author_id, log.product_surface, log.dwell_seconds,
+            log.actions.astype(np.float32), log.codes,
+        )  # fmt: skip
+        logs = [replace(log, context_id=np.zeros(len(log), np.uint64), contexts=served) for log in logs]
+    run: dict[str, Any] = {"config": small_config(), "settings": SHORT, "state": tmp_path / "state"}
+    train(logs[0], **run)
+    train(logs[1], **run, resume=True)
+    if of_contexts:
+        other = replace(logs[0], contexts=replace(served, post_ids=served.post_ids[::-1].copy()))
+        with pytest.raises(StateError, match="is of another run: log was"):
+            train(other, **run, resume=True)
 
 
 def test_a_run_from_a_checkpoint_goes_on_from_its_state(world: World, tmp_path: Path) -> None:
