@@ -1,13 +1,15 @@
 """Measures retrieval on a log: how many of the posts that users came to like are among the first that a source returns for them.
 
 Each held-out request with a liked post is a query: the user and the history before it, as the service would be asked. A source orders all
-posts of the log. Posts in the history are left out, as `/retrieve` leaves them out.
+posts of the log. Posts in that history, which has the newest events that the model reads, are left out, as `/retrieve` leaves out what it
+is sent. Impressions of nobody without a history are no queries: `/retrieve` refuses them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from rich.table import Table
 
 from model.retrieval.towers import Towers
 from weights.lab.evaluate.metrics import Figure, Means, Sampled, draws_of
+from weights.lab.report import plain
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
 from weights.tables import LogError
@@ -73,8 +76,9 @@ class Recalls:
     leads: Mapping[str, Mapping[int, Figure]]
 
     def record(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return asdict(self)
+        """The figures as JSON values; null for what has no value."""
+        figures: dict[str, Any] = plain(asdict(self))
+        return figures
 
     def tables(self) -> list[Table]:
         """One table for each group of liked posts."""
@@ -92,6 +96,9 @@ class Recalls:
         said = []
         for source, lead in self.leads.items():
             figure = lead[100]
+            if isnan(figure.low):
+                said.append(f"too few users to compare with {source} ({figure})")
+                continue
             side = int(figure.low > 0) - int(figure.high < 0)
             said.append(f"{words[side]} {source} by {figure}" if side else f"{words[side]} {source} ({figure})")
         return f"recall@100 of the towers is {self.recalls[TOWERS]['all'][100]}: {'; '.join(said)}."
@@ -109,12 +116,14 @@ def evaluate_recall(
 ) -> Recalls:
     """Recall of the requests from `split` on. `worth` `[n]`: what each row of the log is worth; above 0 it was liked.
 
-    At most `most_queries` requests are measured, drawn with `seed`. Raises LogError if no held-out request has a liked post.
+    At most `most_queries` requests are measured, drawn with `seed`. Raises LogError if no held-out request has a liked post, or each is in
+    its user's history already.
     """
     log, posts = examples.log, Posts.of(examples.log)
     request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
     frozen = int(examples.starts[split])
-    liked_rows = np.flatnonzero((worth > 0) & (np.arange(len(log)) >= frozen))
+    is_asked = (log.user_id != 0) | (examples.history_lengths[request] > 0)
+    liked_rows = np.flatnonzero((worth > 0) & is_asked & (np.arange(len(log)) >= frozen))
     queries = np.unique(request[liked_rows])
     if not len(queries):
         raise LogError("the test period holds no post that was liked, so there is nothing to find")
@@ -127,9 +136,13 @@ def evaluate_recall(
         FACTORS: factors_source(examples, posts, frozen, seed),
     }
     ranks, rows = _ranks(examples, posts, queries, request, liked_rows, sources, progress)
-    users, of_row = np.unique(log.user_id[rows], return_inverse=True)
+    if not len(rows):
+        raise LogError(
+            "each post that was liked in the test period is in its user's history already, so there is nothing to find"
+        )
+    users, of_row = np.unique(log.people[rows], return_inverse=True)
     draws = draws_of(len(users), seed)
-    new_user = ~np.isin(log.user_id[rows], log.user_id[:frozen])
+    new_user = ~np.isin(log.people[rows], log.people[:frozen])
     new_post = ~np.isin(log.post_id[rows], log.post_id[:frozen])
     groups = {
         "all": np.ones(len(rows), bool), "known users": ~new_user, "new users": new_user,
@@ -209,7 +222,8 @@ def towers_source(examples: Examples, posts: Posts, towers: Towers) -> Source:
 
 
 def popularity_source(log: Log, posts: Posts, frozen: int, worth: NDArray[np.floating]) -> Source:
-    """How often each post was liked before row `frozen`; a post that was not shown then has the mean of its author's posts."""
+    """How often each post was liked before row `frozen`; a post that was not shown then has the mean of its author's posts, 0 if its
+    author is unknown."""
     liked = np.flatnonzero(worth[:frozen] > 0)
     counts = np.bincount(posts.places(log.post_id[liked]), minlength=len(posts)).astype(np.float64)
     was_shown = np.isin(posts.ids, log.post_id[:frozen])
@@ -217,6 +231,7 @@ def popularity_source(log: Log, posts: Posts, frozen: int, worth: NDArray[np.flo
     means = np.bincount(author[was_shown], counts[was_shown], author.max() + 1) / np.maximum(
         np.bincount(author[was_shown], minlength=author.max() + 1), 1
     )
+    means[author[posts.authors == 0]] = 0
     scores = np.where(was_shown, counts, means[author]).astype(np.float32)
     return lambda requests: np.broadcast_to(scores, (len(requests), len(posts)))
 

@@ -167,7 +167,7 @@ def _check_learnable(log: Log, what: str) -> None:
     if log.requests < 2:
         raise LogError(f"{subject} only one request: a model needs many, of many users")
     if (log.user_id == log.user_id[0]).all():
-        raise LogError(f"{subject} only one user: a model needs many")
+        raise LogError(f"{subject} {'only one' if log.user_id[0] else 'no'} user: a model needs many")
     if log.impression_ts[0] == log.impression_ts[-1]:
         raise LogError(f"{subject} only one time: no history comes before it")
     if not log.actions.any():
