@@ -61,6 +61,8 @@ NO_CHECKPOINT = (
     "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker fetch copies a checkpoint, and "
     "phoenix-ranker import converts a published one"
 )
+HOST_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+MOST_INTEGER = 2**63 - 1  # JSON, in which `/info` shows the settings, has none larger in most languages
 NO_KEY = "it holds no key, so everybody could call: remove it to serve without keys"
 
 
@@ -90,6 +92,13 @@ class Group(BaseModel):
     """A group of settings: `RANKER_GROUP__NAME` in the environment, `--group.name` on the command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _of_64_bits(cls, value: object) -> object:
+        if isinstance(value, int) and value > MOST_INTEGER:
+            raise ValueError(f"must be at most {MOST_INTEGER}")
+        return value
 
 
 class Limits(Group):
@@ -261,8 +270,14 @@ class Auth(Group):
     def _one_place(self) -> Auth:
         if self.keys and self.keys_file is not None:
             raise ValueError("auth.keys and auth.keys_file exclude each other: put all keys into the file")
-        self.read()
         return self
+
+    @field_validator("keys_file")
+    @classmethod
+    def _readable(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            _keys_in(path)
+        return path
 
     def read(self) -> dict[str, bytes]:
         """Name → SHA-256 of the key; what the file holds now, if there is one. Raises SettingsProblem for a file that cannot be used."""
@@ -286,17 +301,18 @@ class Auth(Group):
 
 def _keys_in(path: Path) -> dict[str, SecretStr]:
     """The keys in a file. Raises SettingsProblem, which repeats nothing of it."""
+    name = str(path).encode(errors="backslashreplace").decode()  # pydantic takes no name that is not UTF-8
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise SettingsProblem(f"{path} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
+        raise SettingsProblem(f"{name} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
     if problem := problem_of_keys(text.strip()):
-        raise SettingsProblem(f"{path}: {problem}")
+        raise SettingsProblem(f"{name}: {problem}")
     try:
         return Auth(keys=json.loads(text)).keys
     except ValidationError as error:
         problems = "; ".join(entry["msg"].removeprefix("Value error, ") for entry in error.errors(include_input=False))
-        raise SettingsProblem(f"{path}: {problems}") from None
+        raise SettingsProblem(f"{name}: {problems}") from None
 
 
 class Admin(Group):
@@ -376,7 +392,7 @@ class Served(Group):
     probabilities: bool = True
     """Whether the log holds the probabilities, which are about half of its size. By default it does, because estimates of another model's
     value need them."""
-    keep_days: int = Field(default=30, ge=0)
+    keep_days: int = Field(default=30, ge=0, le=36_500)
     """Parts of days that ended longer ago than this are removed; 0 keeps them for ever. By default a month, so that nobody keeps histories
     without having decided to."""
     part_bytes: int = Field(default=64 * 2**20, ge=2**16)
@@ -704,7 +720,7 @@ def listen_hosts(host: str) -> list[str]:
                 addresses.append(str(ipaddress.IPv6Address(bare)))
             except ValueError:
                 raise ValueError(f"{part} is not an IPv6 address; set the port separately") from None
-        elif re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", bare):
+        elif all(re.fullmatch(HOST_LABEL, label) for label in bare.removesuffix(".").split(".")):
             addresses.append(bare)
         else:
             raise ValueError("must be an address, a host name, several of them separated by commas, or *")

@@ -101,19 +101,28 @@ def read_from(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(f"{place} cannot be read: {reason_of(error)}.") from error
+        is_http = isinstance(error, ImportError) and place.startswith(("http://", "https://"))
+        reason = (
+            "it needs the extra `fetch`: pip install 'phoenix-ranking-server[fetch]'" if is_http else reason_of(error)
+        )
+        raise CheckpointError(f"{place} cannot be read: {reason}.") from error
 
 
 def small_file(source: Any, root: str, url: str, name: str) -> bytes:
-    """The content of a manifest, or of a file beside it. Raises CheckpointError, also for one longer than `MAX_MANIFEST_BYTES`, unread."""
+    """The content of a manifest, or of a file beside it. Raises CheckpointError, also for one longer than `MAX_MANIFEST_BYTES`, of which
+    no more is read."""
     path = f"{root}/{name}"
     with read_from(f"{url}/{name}"):
         check_regular(source, path)
-        size = source.size(path)  # None where nobody says
-    if size is not None and size > MAX_MANIFEST_BYTES:
+        size = source.size(path)
+        if size is None:  # the source does not say
+            with source.open(path, "rb") as reading:
+                content: bytes = reading.read(MAX_MANIFEST_BYTES + 1)
+                size = len(content)
+        elif size <= MAX_MANIFEST_BYTES:
+            content = source.cat_file(path)
+    if size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{url} is refused: {name} is longer than {MAX_MANIFEST_BYTES} bytes.")
-    with read_from(f"{url}/{name}"):
-        content: bytes = source.cat_file(path)
     return content
 
 

@@ -66,6 +66,7 @@ class FeedReader:
         self._reached = ""  # the position of the last one
         self._unreadable = ""  # the position of the last entry that could not be read
         self._aside = deque[tuple[Entry, str]]()  # unreadable entries to be put aside, with their reasons
+        self._has_aside = asyncio.Event()
         self._longest = MOST_BYTES // 16  # bytes of the longest recent entry
 
     @property
@@ -89,12 +90,11 @@ class FeedReader:
 
     async def run(self, corpus: Follower) -> None:
         """Follow the feed until cancelled. Failures are retried; nothing that is missing from the feed is passed over."""
-        pause = 0.0
+        pause, saving = 0.0, asyncio.ensure_future(self._put_aside())
         try:
             while True:
                 reason = ""
                 try:
-                    await self._put_aside()
                     await self._follow(corpus)
                     pause = 0.0
                 except CorpusNotLoaded:
@@ -107,12 +107,15 @@ class FeedReader:
                     log.error("feed_stopped", reason=reason) if reason else log.info("feed_resumed")
                 await asyncio.sleep(pause)
         finally:
+            saving.cancel()
             for entry, reason in self._aside:
                 self._tell(entry, f"{reason} It could not be saved: the feed ends.")
             await asyncio.to_thread(self._stream.close)  # which waits for a read that is under way
 
     async def _follow(self, corpus: Follower) -> None:
         """Make the changes that are there, or wait a moment for some."""
+        if len(self._aside) >= MOST_ENTRIES:
+            raise FeedAway("Too many unreadable entries wait to be saved.")
         began, mark, ids = time.monotonic(), corpus.mark, corpus.served.corpus.ids
         self._reached = position = mark.position
         entries, is_end = await asyncio.to_thread(self._read, position)
@@ -121,7 +124,10 @@ class FeedReader:
         epoch = time.monotonic() - time.time()  # Unix time is looked at here only: somebody may set its clock
         if entries:
             self._has_all_before(epoch + entries[0].unix_seconds, began)
-        for part, changes in await asyncio.to_thread(self._parts, entries, ids, mark.sequence):
+        parts = await asyncio.to_thread(self._parts, entries, ids, mark.sequence)
+        if self._aside:
+            self._has_aside.set()
+        for part, changes in parts:
             await corpus.follow(changes, position, part[-1].position)
             if corpus.mark.position != part[-1].position:
                 return  # another corpus serves now
@@ -131,8 +137,6 @@ class FeedReader:
         still_serves = corpus.mark.position == position  # another one may have come while the parts were made
         if still_serves and is_end:
             self._as_of = began
-        await self._put_aside()  # after the changes, which do not wait for it
-        if still_serves and is_end:
             await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # a larger round costs little more
 
     def _read(self, position: str) -> tuple[list[Entry], bool]:
@@ -200,17 +204,23 @@ class FeedReader:
         return None
 
     async def _put_aside(self) -> None:
-        """Save, count and log the unreadable entries. Raises FeedAway: the next call goes on there. Another failure is logged."""
-        while self._aside:
+        """Save, count and log unreadable entries until cancelled; changes do not wait for it. Where the feed is away, it tries again."""
+        pause = LEAST_PAUSE_SECONDS
+        while await self._has_aside.wait():
             entry, reason = self._aside[0]
             try:
                 await asyncio.to_thread(self._stream.bury, entry, reason)
             except FeedAway:
-                raise
+                await asyncio.sleep(pause)
+                pause = min(MOST_PAUSE_SECONDS, 2 * pause)
+                continue
             except FeedError as error:
                 reason = f"{reason} It could not be saved: {error}"
+            pause = LEAST_PAUSE_SECONDS
             self._aside.popleft()
             self._tell(entry, reason)
+            if not self._aside:
+                self._has_aside.clear()
 
     def _tell(self, entry: Entry, reason: str) -> None:
         self._metrics.feed_entries.labels("unreadable").inc()

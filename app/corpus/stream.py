@@ -38,7 +38,8 @@ class FeedAway(FeedError):
 
 
 class Stream(Protocol):
-    """What a feed is read from. Used by one thread at a time; every method may wait for the network, and raises FeedError."""
+    """What a feed is read from. One thread reads while another may put aside; every method may wait for the network, and raises
+    FeedError."""
 
     def after(self, position: str, most: int, wait_seconds: float) -> list[Entry]:
         """Return at most this many entries after this position, or from the beginning if it is "". Fewer mean that the stream ended there.

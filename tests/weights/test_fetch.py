@@ -204,12 +204,21 @@ def test_a_pipe_is_refused_instead_of_waited_for(file: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "example.json"])
-@pytest.mark.parametrize("by", ["path", "http"])
+class WithoutLengths(http.server.SimpleHTTPRequestHandler):
+    """Says of no file how long it is."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword.lower() != "content-length":
+            super().send_header(keyword, value)
+
+
+@pytest.mark.parametrize("by", ["path", "http", "http without lengths"])
 def test_a_file_that_is_too_long_is_not_read_to_its_end(by: str, file: str, tmp_path: Path) -> None:
     source = another(tmp_path / "source")
     with (source / file).open("ab") as growing:
         growing.truncate(2**40)  # without a byte on the disk
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=source)
+    kind = WithoutLengths if by == "http without lengths" else http.server.SimpleHTTPRequestHandler
+    handler = functools.partial(kind, directory=source)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.handle_error = lambda *_: None  # type: ignore[method-assign]  # of a caller that does not read on
         threading.Thread(target=server.serve_forever).start()

@@ -114,6 +114,9 @@ def test_names_that_kubernetes_injects_are_explained() -> None:
         ("RANKER_AUTH__keys", f'{{"a": "{DIGEST}", "a": "{OTHER_DIGEST}"}}'),
         ("RANKER_AUTH__KEYS", "[" * 3000),
         ("RANKER_LIMITS__MAX_BODY_BYTES", "9" * 20),
+        ("RANKER_CACHE__BYTES", str(2**64)),
+        ("RANKER_QUEUE__MAX_CANDIDATES", "9" * 32),
+        ("RANKER_SERVED__KEEP_DAYS", "1000000"),
         ("RANKER_ADMIN__PORT", "9"),
         ("RANKER_RETRIEVAL__FEED", "redis://reader:secret/x@redis:6379/posts"),
         ("RANKER_RETRIEVAL__FEED", "redis://redis:secret/posts"),
@@ -121,6 +124,8 @@ def test_names_that_kubernetes_injects_are_explained() -> None:
         ("RANKER_HOST", "[::1]:8000"),
         ("RANKER_HOST", "10.0.0.1:8000"),
         ("RANKER_HOST", "a b"),
+        ("RANKER_HOST", "ranker..internal"),
+        ("RANKER_HOST", "a" * 64 + ".internal"),
         ("RANKER_PROBES__HOST", "::g"),
         ("RANKER_ROOT_PATH", "ranker"),
         ("RANKER_ROOT_PATH", "/ranker/"),
@@ -138,6 +143,16 @@ def test_a_bad_value_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, nam
         load_settings()
     assert name.split("__")[0].removeprefix("RANKER_").lower() in str(caught.value).lower()
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [b"keys.json", b"k\xe9ys.json"])
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_a_file_of_keys_that_cannot_be_used_is_named(name: bytes, content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(name)
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SettingsProblem, match=r"^RANKER_AUTH__KEYS_FILE: .*k\S*ys\.json"):
+        load_settings([f"--auth.keys-file={file}"])
 
 
 def test_secrets_are_hidden_in_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

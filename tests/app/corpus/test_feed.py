@@ -464,7 +464,7 @@ async def test_an_unreadable_entry_is_logged_once_however_often_tried() -> None:
 
 
 async def test_changes_do_not_wait_for_what_is_put_aside() -> None:
-    """The feed goes away after it was read: what was read is made, the reason is said, and the unreadable entry is saved later."""
+    """The feed takes no entries, as in a failover: changes are made, also those that come later, and the entry is saved in the end."""
     stream, corpus, is_away = Entries(entry(1, b"{"), entry(2), entry(3, b"[")), Corpus(), True
 
     def bury(buried: Entry, reason: str) -> None:
@@ -476,15 +476,28 @@ async def test_changes_do_not_wait_for_what_is_put_aside() -> None:
     reader = FeedReader(stream, Metrics(), 300.0)
     running = asyncio.ensure_future(reader.run(corpus))
     with structlog.testing.capture_logs() as logs:
-        await until(lambda: bool(reader.reason))
-        assert (corpus.mark.sequence, corpus.mark.position) == (1, "3-0")
-        assert reader.reason == "Redis does not answer in time."
+        await until(lambda: corpus.mark.position == "3-0")
+        stream.entries.append(entry(4))
+        await until(lambda: corpus.mark.position == "4-0")
+        assert (corpus.mark.sequence, reader.reason, stream.kept) == (2, "", [])
         is_away = False
-        await until(lambda: not reader.reason)
+        await until(lambda: stream.kept == ["1-0", "3-0"])
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert stream.kept == ["1-0", "3-0"]
     assert not [line for line in logs if "saved" in line.get("reason", "")]
+
+
+async def test_a_feed_of_unreadable_entries_alone_stops_where_none_is_saved() -> None:
+    """They are kept in memory until then."""
+    stream, corpus = Entries(*(entry(number, b"{") for number in range(1, 9000))), Corpus()
+
+    def bury(buried: Entry, reason: str) -> None:
+        raise FeedAway("Redis does not answer in time.")
+
+    stream.bury = bury  # type: ignore[method-assign]
+    await follow(stream, corpus, until_=lambda reader: "unreadable" in reader.reason)
+    assert corpus.mark.reaches("1-0")
+    assert not corpus.mark.reaches("8000-0")
 
 
 async def test_a_feed_that_ends_puts_nothing_more_aside() -> None:
