@@ -203,7 +203,6 @@ def test_a_pipe_is_refused_instead_of_waited_for(file: str, tmp_path: Path) -> N
     assert not (tmp_path / "out" / "current").exists()
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "example.json"])
 class WithoutLengths(http.server.SimpleHTTPRequestHandler):
     """Says of no file how long it is."""
 
@@ -212,6 +211,7 @@ class WithoutLengths(http.server.SimpleHTTPRequestHandler):
             super().send_header(keyword, value)
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "example.json"])
 @pytest.mark.parametrize("by", ["path", "http", "http without lengths"])
 def test_a_file_that_is_too_long_is_not_read_to_its_end(by: str, file: str, tmp_path: Path) -> None:
     source = another(tmp_path / "source")
