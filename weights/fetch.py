@@ -115,10 +115,12 @@ def small_file(source: Any, root: str, url: str, name: str) -> bytes:
     with read_from(f"{url}/{name}"):
         check_regular(source, path)
         size = source.size(path)
+        content = b""
         if size is None:  # the source does not say
             with source.open(path, "rb") as reading:
-                content: bytes = reading.read(MAX_MANIFEST_BYTES + 1)
-                size = len(content)
+                while len(content) <= MAX_MANIFEST_BYTES and (piece := reading.read(PIECE_BYTES)):
+                    content += piece
+            size = len(content)
         elif size <= MAX_MANIFEST_BYTES:
             content = source.cat_file(path)
     if size > MAX_MANIFEST_BYTES:
