@@ -18,7 +18,7 @@ import typer
 from fastapi.routing import APIRoute
 from typer.core import TyperGroup
 
-from app import cli, errors
+from app import cli
 from app.main import create_admin_app, create_app
 from app.settings import CONFIG, names
 from app.telemetry.logs import AccessLine
@@ -218,14 +218,6 @@ def test_the_operators_page_has_every_key_of_a_log_line() -> None:
     keys = page.partition("| key of `request` and `probe` |")[2].partition("| event |")[0]
     rows = re.findall(r"^\| (`.*?) \|", keys, re.M)
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(AccessLine.__struct_fields__)
-
-
-def test_the_operators_page_lists_every_error() -> None:
-    page = (ROOT / "docs/operations.md").read_text()
-    rows = page.partition("| status, code |")[2].partition("## Logs")[0]
-    known = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ServiceError)]
-    codes = {each.code for each in known if each.status != 499}
-    assert {code for code in codes if f"`{code}`" not in rows} == set()
 
 
 def test_the_map_of_the_code_names_every_file_of_the_api() -> None:
