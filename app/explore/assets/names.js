@@ -1,8 +1,11 @@
 // Who is behind an id, where the checkpoint carries names; else the id itself, shortened. And how numbers are written.
 
 export class Names {
-  /** `given`: names.json of the checkpoint, or null. `topics`: of the corpus. @param {any} given @param {string[]} topics */
-  constructor(given, topics = []) {
+  /** `given`: names.json of the checkpoint, or null. `topics`: of the corpus. `ids`: their kind, as /info says it.
+   * @param {any} given @param {string[]} topics @param {"uint64" | "text"} ids */
+  constructor(given, topics = [], ids = "uint64") {
+    /** The id of no user and of no author. Text ids have none: there it is the empty text, which is no id. */
+    this.nobody = ids === "text" ? "" : "0";
     this.authors = given?.authors ?? {};
     this.users = given?.users ?? {};
     /** @type {Record<string, {name: string}>} */ this.titles = given?.posts ?? {};
@@ -33,7 +36,7 @@ export class Names {
   }
 
   author(/** @type {string} */ id) {
-    return this.authors[id]?.name ?? (id === "0" ? "unknown author" : `author ${short(id)}`);
+    return this.authors[id]?.name ?? (id === this.nobody ? "unknown author" : `author ${short(id)}`);
   }
 
   /** What a post is called: its own title where the checkpoint names it, else its author. @param {{post_id: string, author_id: string}} post */
@@ -50,7 +53,7 @@ export class Names {
 
   user(/** @type {string} */ id) {
     const known = this.users[id];
-    return known ? [known.name, known.likes.join(" and ")].filter(Boolean).join(", ") : id === "0" ? "nobody signed in" : `user ${short(id)}`;
+    return known ? [known.name, known.likes.join(" and ")].filter(Boolean).join(", ") : id === this.nobody ? "nobody signed in" : `user ${short(id)}`;
   }
 
   /** The hue of a topic, in degrees. @param {string | undefined} topic */
