@@ -256,13 +256,24 @@ export const app = /** @type {any} */ ({
   withK(request) {
     return { k: Math.min(START_K, this.info.limits.max_retrieved), ...request };
   },
+  /** Begin anew with a pasted request. Raises an Error, and leaves all as it was, where the request cannot be read or drawn. */
   use(request) {
     if (!request || typeof request !== "object" || Array.isArray(request)) throw new Error("it must be one object");
     const own = this.withK(normal(request, this.actions));
-    this.past.keep(this.state, "A request of your own");
-    this.state.sides = this.state.sides.map((side, at) => (at === this.state.side ? own : side));
+    const [was, posts] = [this.state, new Map(this.names.posts)];
+    const sides = was.sides.map((side, at) => (at === was.side ? own : side));
     const source = own.candidates.length ? "rank" : "recommend";
-    Object.assign(this.state, { source, onePer: source === "recommend", start: own.impression_ts, story: "" });
+    this.state = { ...was, sides, source, onePer: source === "recommend", start: own.impression_ts, story: "" };
+    try {
+      this.names.learn([...own.history, ...own.candidates]);
+      draw(this);
+    } catch (error) {
+      this.state = was;
+      this.names.posts = posts;
+      draw(this);
+      throw new Error(`the page cannot show it (${/** @type {Error} */ (error).message})`);
+    }
+    this.past.keep(was, "A request of your own");
     this.reset();
   },
 });

@@ -6,9 +6,9 @@ export class Names {
   constructor(given, topics = [], ids = "uint64") {
     /** The id of no user and of no author. Text ids have none: there it is the empty text, which is no id. */
     this.nobody = ids === "text" ? "" : "0";
-    this.authors = given?.authors ?? {};
-    this.users = given?.users ?? {};
-    /** @type {Record<string, {name: string}>} */ this.titles = given?.posts ?? {};
+    this.authors = byAnyId(given?.authors);
+    this.users = byAnyId(given?.users);
+    /** @type {Record<string, {name: string}>} */ this.titles = byAnyId(given?.posts);
     /** @type {string[]} */ this.surfaces = given?.surfaces ?? [];
     /** @type {string[]} */ this.topics = given?.topics ?? topics;
     /** @type {Map<string, {author_id: string, topic?: string, created_at: number, codes?: number[]}>} */ this.posts = new Map();
@@ -62,6 +62,9 @@ export class Names {
     return place < 0 ? 0 : 20 + Math.round((place * 360) / this.topics.length);
   }
 }
+
+/** The same, without the names that every object has: a text id may be one of them. @param {Record<string, any>} [given] @returns {Record<string, any>} */
+const byAnyId = (given) => Object.assign(Object.create(null), given);
 
 /** @param {...({codes?: number[]} | undefined)} posts @returns {{codes?: number[]}} */
 function codesOf(...posts) {

@@ -260,6 +260,37 @@ def test_with_text_ids_nobody_is_not_offered(text_tab: Explorer) -> None:
     assert text_tab.page.locator(".list li strong").all_text_contents() == ["author 0"]
 
 
+def test_text_ids_may_be_names_that_every_object_has(text_tab: Explorer) -> None:
+    ids = ["constructor", "__proto__", "toString"]
+    candidates = [{"post_id": each, "author_id": each} for each in ids]
+    for name in ids:
+        event = {"post_id": name, "author_id": name, "actions": ["favorite"]}
+        own = TEXTS | {"user_id": name, "history": [event], "candidates": candidates}
+        text_tab.open().settle(partial(text_tab.paste, own))
+        with httpx.Client(base_url=text_tab.url) as client:
+            assert text_tab.shown() == ranked(client, own)
+        called = {"constructor": "…uctor", "__proto__": "…oto__", "toString": "toString"}
+        assert text_tab.page.locator("#user").inner_text() == f"user {called[name]}"
+        assert text_tab.page.locator("#events strong").inner_text() == f"author {called[name]}"
+        authors = sorted(text_tab.page.locator(".list li strong").all_text_contents())
+        assert authors == sorted(f"author {each}" for each in called.values())
+    assert text_tab.complaints == []
+
+
+def test_a_request_that_cannot_be_drawn_changes_nothing(tab: Explorer) -> None:
+    before, sent = tab.open().shown(), tab.sent()
+    told, user = tab.page.locator("#story-text").inner_text(), tab.page.locator("#user").input_value()
+    for codes in (5, "x"):
+        tab.paste(WITHOUT | {"user_id": "7", "candidates": [CANDIDATE | {"codes": codes}]})
+        assert "This is not a request: the page cannot show it" in tab.page.get_by_role("alert").last.inner_text()
+        tab.page.get_by_role("button", name="Cancel").click()
+        assert (tab.shown(), tab.sent()) == (before, sent)
+        assert (tab.page.locator("#story-text").inner_text(), tab.page.locator("#user").input_value()) == (told, user)
+    tab.forget()
+    tab.settle(lambda: tab.page.keyboard.press("Control+z"))
+    assert (tab.shown(), tab.sent()) == (before, sent), "it is no step to undo"
+
+
 def test_a_refusal_of_the_service_is_shown_and_can_be_left(tab: Explorer, client: httpx.Client) -> None:
     tab.open()
     for way in ("Undo", "Open the start"):
