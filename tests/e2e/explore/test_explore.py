@@ -277,6 +277,23 @@ def test_text_ids_may_be_names_that_every_object_has(text_tab: Explorer) -> None
     assert text_tab.complaints == []
 
 
+LACKING: dict[str, Json] = {
+    "user_id is missing": {name: value for name, value in TEXTS.items() if name != "user_id"},
+    "author_id of candidates[1] is missing": TEXTS | {"candidates": [TEXTS["candidates"][0], {"post_id": "p"}]},
+    "post_id of candidates[0] is missing": TEXTS | {"candidates": {"author_id": ["a", "b"]}},
+    "author_id of history[0] is missing": TEXTS | {"history": [{"post_id": "p", "actions": ["favorite"]}]},
+}
+
+
+def test_a_pasted_request_without_an_id_is_refused(text_tab: Explorer) -> None:
+    before = text_tab.open().shown()
+    for sentence, request in LACKING.items():
+        text_tab.paste(request)
+        assert f"This is not a request: {sentence}" in text_tab.page.get_by_role("alert").last.inner_text()
+        text_tab.page.get_by_role("button", name="Cancel").click()
+        assert text_tab.shown() == before, sentence
+
+
 def test_a_request_that_cannot_be_drawn_changes_nothing(tab: Explorer) -> None:
     before, sent = tab.open().shown(), tab.sent()
     told, user = tab.page.locator("#story-text").inner_text(), tab.page.locator("#user").input_value()
