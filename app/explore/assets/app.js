@@ -62,13 +62,13 @@ export const app = /** @type {any} */ ({
     const keys = new Set();
     return this.posts(side)
       .sort((a, b) => a.rank - b.rank)
-      .map((post) => ({ ...post, key: onePer && post.author_id !== "0" ? `author ${post.author_id}` : post.key }))
+      .map((post) => ({ ...post, key: onePer && post.author_id !== this.names.nobody ? `author ${post.author_id}` : post.key }))
       .filter(({ key }) => !keys.has(key) && keys.add(key))
       .map((post, place) => ({ ...post, place: place + 1 }));
   },
   /** A post of a reply, with its author and its time: as they were sent, else as they are known. */
   known(post) {
-    return { author_id: "0", ...this.names.posts.get(String(post.post_id)), ...post, post_id: String(post.post_id) };
+    return { author_id: this.names.nobody, ...this.names.posts.get(String(post.post_id)), ...post, post_id: String(post.post_id) };
   },
   /** The one thing to try of the open story; none once it is done. */
   hint() {
@@ -183,7 +183,7 @@ export const app = /** @type {any} */ ({
     const isNew = ([id, post]) => post.topic === topic && !met.has(id);
     const ofTopic = Object.keys(this.names.authors).find((each) => this.names.authors[each].topic === topic);
     const { user_id, history } = this.body(this.state.side);
-    const isAnybody = user_id !== "0" || history.length > 0;
+    const isAnybody = user_id !== this.names.nobody || history.length > 0;
     if (this.canRetrieve && (isAnybody || !ofTopic) && ![...this.names.posts].some(isNew)) {
       try {
         this.names.learn((await call("retrieve", { user_id, history, topics: [topic], k: 20 })).value.posts);
@@ -256,13 +256,24 @@ export const app = /** @type {any} */ ({
   withK(request) {
     return { k: Math.min(START_K, this.info.limits.max_retrieved), ...request };
   },
+  /** Begin anew with a pasted request. Raises an Error, and leaves all as it was, where the request cannot be read or drawn. */
   use(request) {
     if (!request || typeof request !== "object" || Array.isArray(request)) throw new Error("it must be one object");
     const own = this.withK(normal(request, this.actions));
-    this.past.keep(this.state, "A request of your own");
-    this.state.sides = this.state.sides.map((side, at) => (at === this.state.side ? own : side));
+    const [was, posts] = [this.state, new Map(this.names.posts)];
+    const sides = was.sides.map((side, at) => (at === was.side ? own : side));
     const source = own.candidates.length ? "rank" : "recommend";
-    Object.assign(this.state, { source, onePer: source === "recommend", start: own.impression_ts, story: "" });
+    this.state = { ...was, sides, source, onePer: source === "recommend", start: own.impression_ts, story: "" };
+    try {
+      this.names.learn([...own.history, ...own.candidates]);
+      draw(this);
+    } catch (error) {
+      this.state = was;
+      this.names.posts = posts;
+      draw(this);
+      throw new Error(`the page cannot show it (${/** @type {Error} */ (error).message})`);
+    }
+    this.past.keep(was, "A request of your own");
     this.reset();
   },
 });

@@ -168,7 +168,7 @@ async function start() {
   try {
     app.info = (await call("info")).value;
     app.carried = (await call("explore/checkpoint.json")).value;
-    app.names = new Names(app.carried.names, app.info.retrieval?.corpus.topics);
+    app.names = new Names(app.carried.names, app.info.retrieval?.corpus.topics, app.info.ids);
     app.start = normal(app.carried.example ?? (await firstExample()), app.info.actions);
     app.names.learn([...app.start.history, ...app.start.candidates]);
     await restore();

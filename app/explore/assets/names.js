@@ -1,11 +1,14 @@
 // Who is behind an id, where the checkpoint carries names; else the id itself, shortened. And how numbers are written.
 
 export class Names {
-  /** `given`: names.json of the checkpoint, or null. `topics`: of the corpus. @param {any} given @param {string[]} topics */
-  constructor(given, topics = []) {
-    this.authors = given?.authors ?? {};
-    this.users = given?.users ?? {};
-    /** @type {Record<string, {name: string}>} */ this.titles = given?.posts ?? {};
+  /** `given`: names.json of the checkpoint, or null. `topics`: of the corpus. `ids`: their kind, as /info says it.
+   * @param {any} given @param {string[]} topics @param {"uint64" | "text"} ids */
+  constructor(given, topics = [], ids = "uint64") {
+    /** The id of no user and of no author. Text ids have none: there it is the empty text, which is no id. */
+    this.nobody = ids === "text" ? "" : "0";
+    this.authors = byAnyId(given?.authors);
+    this.users = byAnyId(given?.users);
+    /** @type {Record<string, {name: string}>} */ this.titles = byAnyId(given?.posts);
     /** @type {string[]} */ this.surfaces = given?.surfaces ?? [];
     /** @type {string[]} */ this.topics = given?.topics ?? topics;
     /** @type {Map<string, {author_id: string, topic?: string, created_at: number, codes?: number[]}>} */ this.posts = new Map();
@@ -33,7 +36,7 @@ export class Names {
   }
 
   author(/** @type {string} */ id) {
-    return this.authors[id]?.name ?? (id === "0" ? "unknown author" : `author ${short(id)}`);
+    return this.authors[id]?.name ?? (id === this.nobody ? "unknown author" : `author ${short(id)}`);
   }
 
   /** What a post is called: its own title where the checkpoint names it, else its author. @param {{post_id: string, author_id: string}} post */
@@ -50,7 +53,7 @@ export class Names {
 
   user(/** @type {string} */ id) {
     const known = this.users[id];
-    return known ? [known.name, known.likes.join(" and ")].filter(Boolean).join(", ") : id === "0" ? "nobody signed in" : `user ${short(id)}`;
+    return known ? [known.name, known.likes.join(" and ")].filter(Boolean).join(", ") : id === this.nobody ? "nobody signed in" : `user ${short(id)}`;
   }
 
   /** The hue of a topic, in degrees. @param {string | undefined} topic */
@@ -59,6 +62,9 @@ export class Names {
     return place < 0 ? 0 : 20 + Math.round((place * 360) / this.topics.length);
   }
 }
+
+/** The same, without the names that every object has: a text id may be one of them. @param {Record<string, any>} [given] @returns {Record<string, any>} */
+const byAnyId = (given) => Object.assign(Object.create(null), given);
 
 /** @param {...({codes?: number[]} | undefined)} posts @returns {{codes?: number[]}} */
 function codesOf(...posts) {

@@ -11,12 +11,20 @@ export function normal(request, actions) {
   const kept = without(request, LEFT_OUT);
   const named = (/** @type {any} */ taken) =>
     Object.fromEntries(entries(taken, actions).map(([name, value]) => [actions[Number(name)] ?? name, value]));
-  const history = rows(request.history).map((event) => ({ ...withTextIds(event), actions: named(event.actions) }));
+  const history = rows(request.history).map((event, place) => ({ ...withTextIds(event, `history[${place}]`), actions: named(event.actions) }));
   if (request.weights) kept.weights = named(request.weights);
-  return { ...kept, user_id: String(request.user_id ?? 0), history, candidates: rows(request.candidates).map(withTextIds) };
+  const candidates = rows(request.candidates).map((post, place) => withTextIds(post, `candidates[${place}]`));
+  return { ...kept, user_id: textId(request, "user_id"), history, candidates };
 }
 
-const withTextIds = (/** @type {any} */ item) => ({ ...item, post_id: String(item.post_id), author_id: String(item.author_id) });
+/** An id as text. `where`: what the request calls the item that must have it. @param {any} item @param {string} name @param {string} [where] */
+function textId(item, name, where) {
+  const id = item?.[name];
+  if (id === undefined || id === null) throw new Error(`${name}${where ? ` of ${where}` : ""} is missing; the service ranks nothing without it`);
+  return String(id);
+}
+
+const withTextIds = (/** @type {any} */ item, /** @type {string} */ where) => ({ ...item, post_id: textId(item, "post_id", where), author_id: textId(item, "author_id", where) });
 /** @param {any} taken names, names with values, or an integer whose bits are actions @param {string[]} actions @returns {[string, number][]} */
 function entries(taken = [], actions) {
   if (Array.isArray(taken)) return taken.map((name) => [name, 1]);

@@ -23,7 +23,7 @@ export const STORIES = {
     text: (app) => `Of this user the model knows four events and no id. Like a post about ${lastTopic(app)}, and see whose posts rise.`,
     make: (app, example) => {
       const history = example.history.filter(({ actions }) => !app.negative.some((name) => name in actions)).slice(-4);
-      return app.names.topics.length && lastTopic(app) ? { ...example, user_id: "0", history } : null;
+      return app.names.nobody && app.names.topics.length && lastTopic(app) ? { ...example, user_id: app.names.nobody, history } : null;
     },
     done: "One event of a new kind. Like it again, or another topic; the line above the list says whom each like moves.",
     hint: (app, request) => {
@@ -35,11 +35,11 @@ export const STORIES = {
   unknown: {
     title: () => "An unknown user",
     text: ({ names, start }) => `Nobody is signed in, and nothing has been read yet. Say that it is ${names.user(start.user_id)}: the id alone moves the posts.`,
-    make: (_, example) => ({ ...example, user_id: "0", history: [] }),
+    make: ({ names }, example) => (names.nobody ? { ...example, user_id: names.nobody, history: [] } : null),
     done: "Now the model knows who it is, and still nothing of what they read: add an event, or like a topic.",
     hint: (app, request) => {
       const id = app.start.user_id;
-      if (request.user_id !== "0" || id === "0") return null;
+      if (request.user_id !== app.names.nobody || id === app.names.nobody) return null;
       return { kind: "user", value: id, text: `Be ${app.names.users[id]?.name ?? "the example's user"}`, act: () => app.setUser(id) };
     },
   },

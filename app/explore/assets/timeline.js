@@ -20,7 +20,7 @@ const tried = (/** @type {Hint | null} */ hint, /** @type {string} */ kind, /** 
 
 function userChoice(/** @type {App} */ app, /** @type {Hint | null} */ hint) {
   const { names, request } = app;
-  const ids = [...new Set([request.user_id, "0", ...Object.keys(names.users)])];
+  const ids = [...new Set([request.user_id, names.nobody, ...Object.keys(names.users)])].filter(Boolean);
   const options = ids.map((id) => h("option", { value: id, selected: id === request.user_id }, names.user(id)));
   const choose = (/** @type {any} */ event) => app.setUser(event.target.value);
   const box = h("select", { id: "user", "data-key": "user", onchange: choose, class: hint?.kind === "user" ? "try" : "" }, options);

@@ -10,19 +10,21 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import SecretStr
 
-from app.settings import Auth, Queue
-from tests.app.api.live import Live, listening
+from app.settings import Auth, Queue, Settings
+from tests.app.api.live import QUIET, Live, listening, ready
 from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, WEIGHTS, Explorer, Json, ranked
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
+from weights.synthetic.small_checkpoint import example_request, write_small_checkpoint
 
 pytestmark = [NEEDED, pytest.mark.slow]
 
@@ -228,6 +230,82 @@ def test_what_the_page_cannot_show_is_refused_where_it_is_pasted(tab: Explorer) 
         assert sentence in tab.page.get_by_role("alert").last.inner_text()
         tab.page.get_by_role("button", name="Cancel").click()
         assert tab.shown() == before, sentence
+
+
+@pytest.fixture(scope="module")
+def text_tab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explorer]:
+    """A tab on a checkpoint whose ids are texts. It complains of nothing."""
+    path: Path = tmp_path_factory.mktemp("texts") / "text"
+    write_small_checkpoint(path, 0, ids="text")
+    settings = Settings(port=0, checkpoint=path, threads=1, logs=QUIET)
+    with ready(settings) as live, Explorer(browser, live.url, viewport={"width": 1440, "height": 900}) as explorer:
+        yield explorer
+        assert explorer.complaints == []
+
+
+TEXTS: Any = example_request(0, ids="text")
+
+
+def test_with_text_ids_nobody_is_not_offered(text_tab: Explorer) -> None:
+    text_tab.open()
+    user = text_tab.page.locator("#user")
+    assert user.locator("option").evaluate_all("all => all.map(each => each.value)") == [TEXTS["user_id"]]
+    assert text_tab.page.locator("#stories a").all_inner_texts() == ["Not interested"]
+    text_tab.open("story=unknown")
+    assert "There is no story “unknown” here" in text_tab.page.locator("#notice").inner_text()
+    text_tab.settle(
+        lambda: text_tab.paste(TEXTS | {"user_id": "0", "candidates": [{"post_id": "p", "author_id": "0"}]})
+    )
+    assert user.inner_text() == "user 0"
+    assert text_tab.page.locator(".list li strong").all_text_contents() == ["author 0"]
+
+
+def test_text_ids_may_be_names_that_every_object_has(text_tab: Explorer) -> None:
+    ids = ["constructor", "__proto__", "toString"]
+    candidates = [{"post_id": each, "author_id": each} for each in ids]
+    for name in ids:
+        event = {"post_id": name, "author_id": name, "actions": ["favorite"]}
+        own = TEXTS | {"user_id": name, "history": [event], "candidates": candidates}
+        text_tab.open().settle(partial(text_tab.paste, own))
+        with httpx.Client(base_url=text_tab.url) as client:
+            assert text_tab.shown() == ranked(client, own)
+        called = {"constructor": "…uctor", "__proto__": "…oto__", "toString": "toString"}
+        assert text_tab.page.locator("#user").inner_text() == f"user {called[name]}"
+        assert text_tab.page.locator("#events strong").inner_text() == f"author {called[name]}"
+        authors = sorted(text_tab.page.locator(".list li strong").all_text_contents())
+        assert authors == sorted(f"author {each}" for each in called.values())
+    assert text_tab.complaints == []
+
+
+LACKING: dict[str, Json] = {
+    "user_id is missing": {name: value for name, value in TEXTS.items() if name != "user_id"},
+    "author_id of candidates[1] is missing": TEXTS | {"candidates": [TEXTS["candidates"][0], {"post_id": "p"}]},
+    "post_id of candidates[0] is missing": TEXTS | {"candidates": {"author_id": ["a", "b"]}},
+    "author_id of history[0] is missing": TEXTS | {"history": [{"post_id": "p", "actions": ["favorite"]}]},
+}
+
+
+def test_a_pasted_request_without_an_id_is_refused(text_tab: Explorer) -> None:
+    before = text_tab.open().shown()
+    for sentence, request in LACKING.items():
+        text_tab.paste(request)
+        assert f"This is not a request: {sentence}" in text_tab.page.get_by_role("alert").last.inner_text()
+        text_tab.page.get_by_role("button", name="Cancel").click()
+        assert text_tab.shown() == before, sentence
+
+
+def test_a_request_that_cannot_be_drawn_changes_nothing(tab: Explorer) -> None:
+    before, sent = tab.open().shown(), tab.sent()
+    told, user = tab.page.locator("#story-text").inner_text(), tab.page.locator("#user").input_value()
+    for codes in (5, "x"):
+        tab.paste(WITHOUT | {"user_id": "7", "candidates": [CANDIDATE | {"codes": codes}]})
+        assert "This is not a request: the page cannot show it" in tab.page.get_by_role("alert").last.inner_text()
+        tab.page.get_by_role("button", name="Cancel").click()
+        assert (tab.shown(), tab.sent()) == (before, sent)
+        assert (tab.page.locator("#story-text").inner_text(), tab.page.locator("#user").input_value()) == (told, user)
+    tab.forget()
+    tab.settle(lambda: tab.page.keyboard.press("Control+z"))
+    assert (tab.shown(), tab.sent()) == (before, sent), "it is no step to undo"
 
 
 def test_a_refusal_of_the_service_is_shown_and_can_be_left(tab: Explorer, client: httpx.Client) -> None:
