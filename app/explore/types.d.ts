@@ -51,6 +51,7 @@ interface Reply {
 /** A post of a list, with its place there. */
 interface Shown extends Post {
   key: string;
+  own: string;
   place: number;
   slot: number;
   rank: number;
@@ -60,13 +61,16 @@ interface Shown extends Post {
   retrieval_rank?: number;
 }
 
+/** What was got of a question; `of` and `changes` by a post's `own`, `refused`: which groups were not. */
 interface Explained {
+  asked: string;
   of: Map<string, any>;
   places: number[];
   history: Event_[];
   groups: { name: string; places: number[]; changes: Map<string, number> }[];
   looked: { post: string; heads: number[][][]; user: number[][]; itself: number[][] } | null;
   message?: string;
+  refused?: string;
 }
 
 /** What a list is drawn with, beside its posts. */

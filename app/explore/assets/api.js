@@ -16,6 +16,9 @@ export class Refused extends Error {
   }
 }
 
+/** Whether asking again can help after this status; 0 is a lost connection. */
+export const isPassing = (status) => [0, 429, 503].includes(status);
+
 /** The JSON reply of a path; with a body it is a POST. `milliseconds` is how long it took here. */
 export async function call(path, body) {
   const started = performance.now();

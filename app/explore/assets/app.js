@@ -56,13 +56,13 @@ export const app = /** @type {any} */ ({
     const { candidates = [], sent } = this.replies[side] ?? {};
     return withKeys(candidates.map((post, slot) => ({ ...this.known({ ...sent.candidates?.[slot], ...post }), slot })));
   },
-  /** What a side's list shows, best first: each with its `place`, and an author's `key` where each has one post. */
+  /** What a side's list shows, best first: each with its `place`, and an author's `key` where each has one post; `own` is always the post's. */
   shown(side) {
     const { onePer } = this.state;
     const keys = new Set();
     return this.posts(side)
       .sort((a, b) => a.rank - b.rank)
-      .map((post) => ({ ...post, key: onePer && post.author_id !== this.names.nobody ? `author ${post.author_id}` : post.key }))
+      .map((post) => ({ ...post, own: post.key, key: onePer && post.author_id !== this.names.nobody ? `author ${post.author_id}` : post.key }))
       .filter(({ key }) => !keys.has(key) && keys.add(key))
       .map((post, place) => ({ ...post, place: place + 1 }));
   },

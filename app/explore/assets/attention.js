@@ -8,7 +8,7 @@ const MASK = 132;
 
 /** Closed until it is opened, since it is another question. @param {Shown} post @param {Explained} explained @param {View} view */
 export function drawAttention(post, explained, view) {
-  const looked = explained.looked?.post === post.post_id ? explained.looked : null;
+  const looked = explained.looked?.post === post.own ? explained.looked : null;
   const asked = (/** @type {any} */ { target }) => target.open !== !!view.attention && view.askAttention(target.open);
   return h(
     "details",

@@ -1,6 +1,6 @@
 // The page: asks the service for scores at each change, for reasons a little later, and keeps the link.
 
-import { call, latest } from "./api.js";
+import { call, isPassing, latest } from "./api.js";
 import { app } from "./app.js";
 import { button, byId, linkHighlights, rebuild } from "./dom.js";
 import { draw, drawLists } from "./draw.js";
@@ -71,9 +71,10 @@ const rank = latest(async () => {
 const explain = latest(async () => {
   for (const side of app.replies.keys()) {
     if (app.state.open === null || (app.held && !side) || !app.shown(side).some(({ key }) => key === app.state.open)) continue;
-    app.explained[side] = await explainSide(app, side, (seconds) => explainSoon(1000 * seconds));
+    const again = (/** @type {number} */ seconds) => explainSoon(1000 * seconds);
+    app.explained[side] = await explainSide(app, side, again);
     drawLists(app);
-    if (app.attention && (await lookAt(app, side))) drawLists(app);
+    if (app.attention && (await lookAt(app, side, again))) drawLists(app);
   }
 });
 
@@ -87,7 +88,7 @@ function explainSoon(/** @type {number} */ milliseconds) {
  * @param {any} refused @param {() => void} again */
 function tell(refused, again) {
   const when = rankedAt && byId("lists").childElementCount ? ` The list is the ranking of ${rankedAt.toLocaleTimeString("en-GB")}, and may be out of date.` : "";
-  const isAway = [0, 429, 503].includes(refused.status);
+  const isAway = isPassing(refused.status);
   const seconds = refused.retryAfter ?? 1;
   const soon = isAway ? ` Trying again${seconds > LONG_SECONDS ? ` in ${seconds} s` : ""}.` : "";
   if (rankedAt) document.body.dataset.stale = "";

@@ -7,11 +7,11 @@ import { signed, taken } from "./names.js";
 export function drawHeat(app) {
   const side = app.state.side;
   const explained = app.explained[side];
-  const posts = explained && app.shown(side).filter(({ post_id }) => explained.of.has(post_id));
+  const posts = explained && app.shown(side).filter(({ own }) => explained.of.has(own));
   byId("map").hidden = app.state.open === null || !posts?.length;
   if (byId("map").hidden || !explained || !posts) return;
   const { names } = app;
-  const change = (/** @type {Shown} */ post) => explained.of.get(post.post_id).change;
+  const change = (/** @type {Shown} */ post) => explained.of.get(post.own).change;
   const events = explained.places.map((place, at) => ({
     title: `${place + 1} · ${names.post(explained.history[place])}`,
     about: taken(explained.history[place].actions),
@@ -19,7 +19,7 @@ export function drawHeat(app) {
     more: { "data-event": place },
   })).reverse();
   const wholes = explained.groups.map(({ name, changes }) => ({
-    title: name, about: "left out at once", values: posts.map(({ post_id }) => changes.get(post_id) ?? 0), more: { class: "group" },
+    title: name, about: "left out at once", values: posts.map(({ own }) => changes.get(own) ?? 0), more: { class: "group" },
   }));
   const one = (/** @type {string} */ name, /** @type {string} */ title) =>
     ({ title, about: "", values: posts.map((post) => change(post)[name].score), more: { class: "group" } });

@@ -1,55 +1,91 @@
 // Asks /explain why the posts in sight stand where they stand, and /rank what several events do together.
 
-import { call } from "./api.js";
+import { call, isPassing } from "./api.js";
 import { FOR_RETRIEVAL, without } from "./state.js";
 
 const MOST = 12; // posts in the map
+const PAUSE = 1; // seconds before asking again, where the refusal says none
 
-/** What is asked of a side: its posts as candidates, where they are of the corpus only those in the map, since scores are each post's own.
- * The open one comes first: of several posts with one id the first is explained.
+/** What is asked of a side: the open post, the posts in the map, and the request of some of its posts. Scores are each post's own, so no others are sent.
  * @param {App} app @param {number} side */
 function question(app, side) {
   const shown = app.shown(side);
   const open = shown.findIndex(({ key }) => key === app.state.open);
-  const posts = [...new Set([...shown.slice(0, MOST), ...shown.slice(open, open + 2)])];
+  const posts = /** @type {Shown[]} */ ([...new Set([...shown.slice(0, MOST), ...shown.slice(open, open + 2)])]);
   const { sent } = app.replies[side];
-  const few = posts.map((post) => ({ post_id: post.post_id, author_id: post.author_id, created_at: post.created_at ?? 0, ...app.names.codes(post) }));
-  const slot = shown[open]?.slot ?? 0;
-  const candidates = sent.candidates ? [sent.candidates[slot], ...sent.candidates.toSpliced(slot, 1)] : few;
-  return { posts, request: without({ ...sent, candidates }, FOR_RETRIEVAL), open: shown[open] };
+  const found = (/** @type {Shown} */ post) => ({ post_id: post.post_id, author_id: post.author_id, created_at: post.created_at ?? 0, ...app.names.codes(post) });
+  const request = (/** @type {Shown[]} */ some) =>
+    without({ ...sent, candidates: some.map((post) => sent.candidates?.[post.slot] ?? found(post)) }, FOR_RETRIEVAL);
+  return { posts, request, open: /** @type {Shown | undefined} */ (shown[open]) };
 }
 
-/** The reasons of one side. @param {App} app @param {number} side @param {(seconds: number) => void} again @returns {Promise<Explained>} */
+/** The posts in lists that have no id twice: of several candidates with one id, /explain explains the first. @param {Shown[]} posts */
+function withoutTwins(posts) {
+  /** @type {Shown[][]} */ const lists = [];
+  for (const post of posts) {
+    const list = lists.find((each) => each.every(({ post_id }) => post_id !== post.post_id));
+    if (list) list.push(post);
+    else lists.push([post]);
+  }
+  return lists;
+}
+
+/** What a refusal says; where asking again can help, it is asked `again`. @param {any} refused @param {(seconds: number) => void} again */
+function told(refused, again) {
+  if (!isPassing(refused.status)) return refused.message;
+  again(refused.retryAfter ?? PAUSE);
+  return `${refused.message} Trying again.`;
+}
+
+/** The reasons of one side. What an earlier call got for the same question is not asked for again.
+ * @param {App} app @param {number} side @param {(seconds: number) => void} again @returns {Promise<Explained>} */
 export async function explainSide(app, side, again) {
   const { posts, request } = question(app, side);
   const { sent } = app.replies[side];
-  const empty = { of: new Map(), places: [], history: sent.history, groups: [], looked: null };
+  const asked = JSON.stringify(request(posts));
+  const before = app.explained[side];
+  const isPart = before?.asked === asked && before.of.size > 0 && (before.message || before.refused);
+  /** @type {Explained} */ const explained = { asked, of: new Map(), places: [], history: sent.history, groups: [], looked: null };
+  if (isPart) Object.assign(explained, { ...before, message: undefined, refused: undefined });
   try {
-    const { value } = await call("explain", { ...request, explain: posts.map(({ post_id }) => post_id) });
-    const of = new Map(posts.map(({ post_id }, at) => [post_id, value.candidates[at]]));
-    return { ...empty, of, places: value.events.place, groups: await askGroups(app, request, of) };
+    if (!isPart) Object.assign(explained, await askReasons(posts, request));
   } catch (/** @type {any} */ refused) {
-    if (refused.status === 429) again(refused.retryAfter ?? 1);
-    return { ...empty, message: refused.message };
+    return { ...explained, message: told(refused, again) };
   }
+  return { ...explained, ...(await askGroups(app, request(posts), posts, explained, again)) };
 }
 
-/** How each head of each layer looks at the events for the open post alone. @param {App} app @param {number} side */
-export async function lookAt(app, side) {
+/** @param {Shown[]} posts @param {(posts: Shown[]) => any} request */
+async function askReasons(posts, request) {
+  /** @type {Map<string, any>} */ const of = new Map();
+  /** @type {number[]} */ let places = [];
+  for (const list of withoutTwins(posts)) {
+    const { value } = await call("explain", { ...request(list), explain: list.map(({ post_id }) => post_id) });
+    list.forEach(({ own }, at) => of.set(own, value.candidates[at]));
+    places = value.events.place;
+  }
+  return { of, places };
+}
+
+/** How each head of each layer looks at the events for the open post alone.
+ * @param {App} app @param {number} side @param {(seconds: number) => void} again */
+export async function lookAt(app, side, again) {
   const { open, request } = question(app, side);
   const explained = app.explained[side];
-  if (!open || explained.message || explained.looked?.post === open.post_id) return false;
-  const { value } = await call("explain", { ...request, explain: [open.post_id] }).catch((refused) => {
-    explained.message = refused.message;
-    return { value: null };
-  });
-  if (value) explained.looked = { post: open.post_id, ...value.candidates[0].attention };
+  if (!open || explained.message || explained.looked?.post === open.own) return false;
+  try {
+    const { value } = await call("explain", { ...request([open]), explain: [open.post_id] });
+    explained.looked = { post: open.own, ...value.candidates[0].attention };
+  } catch (/** @type {any} */ refused) {
+    explained.message = told(refused, again);
+  }
   return true;
 }
 
-/** What leaving out several events at once changes: all of an author, of a topic, the whole history. @param {App} app @param {any} request
- * @param {Map<string, any>} of */
-async function askGroups(app, request, of) {
+/** What leaving out several events at once changes: all of an author, of a topic, the whole history. Groups that were got before stay.
+ * @param {App} app @param {any} request @param {Shown[]} posts its candidates @param {Explained} explained @param {(seconds: number) => void} again
+ * @returns {Promise<Pick<Explained, "groups" | "refused">>} */
+async function askGroups(app, request, posts, { of, groups: before }, again) {
   /** @type {Map<string, number[]>} */ const groups = new Map();
   const add = (/** @type {string | undefined} */ name, /** @type {number} */ place) => name && groups.set(name, [...(groups.get(name) ?? []), place]);
   request.history.forEach((/** @type {Event_} */ event, /** @type {number} */ place) => {
@@ -61,12 +97,25 @@ async function askGroups(app, request, of) {
   const several = [...groups].filter(([, places]) => places.length > 1);
   const wanted = whole.length && (request.user_id !== "0" || request.candidates) ? [...several, ["the whole history", whole]] : several;
   const some = /** @type {[string, number[]][]} */ (wanted.slice(-app.info.limits.max_batch_requests));
-  if (!some.length) return [];
-  const requests = some.map(([, places]) => ({ ...request, history: request.history.filter((/** @type {any} */ _, /** @type {number} */ at) => !places.includes(at)) }));
-  const { value } = await call("rank/batch", { requests });
-  return some.map(([name, places], at) => {
-    const left = new Map((value.results[at].candidates ?? []).map((/** @type {any} */ post) => [String(post.post_id), post.score]));
-    const changes = new Map([...of].map(([id, found]) => [id, found.score - (left.get(id) ?? NaN)]));
-    return { name, places, changes };
+  const missing = some.filter(([name]) => !before.some((group) => group.name === name));
+  if (!missing.length) return { groups: before };
+  const requests = missing.map(([, places]) => ({ ...request, history: request.history.filter((/** @type {any} */ _, /** @type {number} */ at) => !places.includes(at)) }));
+  /** @type {{candidates?: any[], error?: any}[]} */ let results;
+  try {
+    results = (await call("rank/batch", { requests })).value.results;
+  } catch (error) {
+    results = missing.map(() => ({ error }));
+  }
+  /** @type {Map<string, Explained["groups"][0]>} */ const got = new Map(before.map((group) => [group.name, group]));
+  missing.forEach(([name, places], at) => {
+    const left = results[at].candidates;
+    if (left) got.set(name, { name, places, changes: new Map(posts.map(({ own }, post) => [own, of.get(own).score - left[post].score])) });
   });
+  const refusals = missing.map(([name], at) => ({ name, error: results[at].error })).filter(({ error }) => error);
+  const names = refusals.map(({ name }) => `“${name}”`).join(", ");
+  const first = refusals.find(({ error }) => isPassing(error.status)) ?? refusals[0];
+  return {
+    groups: some.flatMap(([name]) => got.get(name) ?? []),
+    refused: first && `No numbers for ${names}: ${told({ ...first.error, message: first.error.detail ?? first.error.message }, again)}`,
+  };
 }

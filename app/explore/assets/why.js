@@ -14,9 +14,9 @@ export function details(post, view) {
   const { explained } = view;
   const score = [terms(post, view), next(post, view)].filter(Boolean);
   if (explained?.message && !explained.of.size) return [...score, h("p", { class: "soft" }, `No explanation: ${explained.message}`)];
-  const found = explained?.of.get(post.post_id);
+  const found = explained?.of.get(post.own);
   if (!explained || !found) return [...score, h("p", { class: "soft" }, "Asking why…")];
-  const rest = [reasons(found, explained, view), groups(post, explained), drawAttention(post, explained, view)];
+  const rest = [reasons(found, explained, view), groups(post, explained), explained.refused && h("p", { class: "soft" }, explained.refused), drawAttention(post, explained, view)];
   return [warning(found), ...score, ...rest, h("p", { class: "soft" }, NOTE)].filter(Boolean);
 }
 
@@ -70,7 +70,7 @@ function next(post, view) {
 
 /** The events and the user that set two posts apart most. @param {Shown} post @param {Shown} below @param {View} view */
 function aheadBy(post, below, { explained, names }) {
-  const [mine, theirs] = [post, below].map(({ post_id }) => explained?.of.get(post_id)?.change);
+  const [mine, theirs] = [post, below].map(({ own }) => explained?.of.get(own)?.change);
   if (!mine || !theirs || !explained) return [];
   const all = explained.places.map((place, at) => ({
     name: `${place + 1} · ${names.post(explained.history[place])}`,
@@ -110,7 +110,7 @@ function reasons({ change, attention }, { history, places }, { names }) {
 /** Several events left out at once, each by a request of its own. @param {Shown} post @param {Explained} explained */
 function groups(post, { groups: all }) {
   if (!all.length) return null;
-  const rows = all.map(({ name, changes, places }) => ({ name, places, value: changes.get(post.post_id) ?? 0 }));
+  const rows = all.map(({ name, changes, places }) => ({ name, places, value: changes.get(post.own) ?? 0 }));
   const largest = Math.max(...rows.map(({ value }) => Math.abs(value))) || 1;
   const shown = rows.map(({ name, places, value }) => line(name, [`${places.length} events`], value, largest));
   return table("groups", "Several events left out at once", null, shown, []);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -177,3 +179,130 @@ def test_reasons_that_come_during_a_comparison_reach_their_list(tab: Explorer) -
     tab.settle(lambda: [each.continue_() for each in rankings])
     tab.page.unroute_all()
     assert tab.shown(0) == tab.shown(1)
+
+
+BUSY: Json = {"status": 429, "code": "overloaded", "title": "Overloaded", "detail": "The key is over its rate."}
+
+
+@pytest.fixture
+def routed(tab: Explorer) -> Iterator[Explorer]:
+    """A tab whose routes end with the test."""
+    yield tab
+    tab.page.unroute_all()
+
+
+def test_a_refused_group_is_asked_again_alone(routed: Explorer) -> None:
+    asked: list[int] = []
+    allowed: list[bool] = []
+
+    def busy(route: Any) -> None:
+        asked.append(len(json.loads(route.request.post_data)["requests"]))
+        reply = route.fetch().json()
+        if not allowed:
+            reply["results"][0] = {"error": BUSY}
+        route.fulfill(json=reply)
+
+    routed.open().page.route("**/rank/batch", busy)
+    rows = routed.page.locator(".groups tbody tr")
+    routed.why()
+    routed.page.wait_for_selector(".groups")
+    assert "NaN" not in routed.page.locator("body").inner_text()
+    assert rows.count() == routed.page.locator(".heat .group").count() - 3 == asked[0] - 1
+    [said] = routed.page.locator(".detail:visible p").filter(has_text="rate").all_inner_texts()
+    assert said.startswith("No numbers for “all of ")
+    assert said.endswith("”: The key is over its rate. Trying again.")
+    allowed.append(True)
+    rows.nth(asked[0] - 1).wait_for()
+    assert routed.page.get_by_text("over its rate").count() == 0
+    assert set(asked[1:]) == {1}
+
+
+@pytest.mark.parametrize("status", [503, 0])
+def test_reasons_come_after_a_refusal_or_a_lost_connection(routed: Explorer, status: int) -> None:
+    asked: list[str] = []
+
+    def away(route: Any) -> None:
+        asked.append(route.request.url)
+        if len(asked) > 1:
+            route.continue_()
+        elif status:
+            route.fulfill(status=status, headers={"retry-after": "1"}, json=BUSY | {"status": status})
+        else:
+            route.abort()
+
+    routed.open().page.route("**/explain", away)
+    routed.why()
+    assert len(asked) == 2
+    assert all("503" in each or "ERR_FAILED" in each for each in routed.complaints)
+    routed.complaints.clear()
+
+
+def test_attention_comes_after_a_refusal(routed: Explorer) -> None:
+    asked: list[str] = []
+
+    def busy(route: Any) -> None:
+        if len(json.loads(route.request.post_data)["explain"]) > 1:
+            asked.append("reasons")
+            route.continue_()
+        else:
+            asked.append("attention")
+            again = asked.count("attention") > 1
+            route.continue_() if again else route.fulfill(status=503, headers={"retry-after": "1"}, json=BUSY)
+
+    routed.open().why()
+    routed.page.route("**/explain", busy)
+    routed.page.locator(".attention summary").click()
+    routed.page.wait_for_selector(".heads-grid")
+    assert asked == ["reasons", "attention", "attention"], "what was got is not asked again"
+    routed.page.locator(".attention summary").click()
+    routed.refusals(503)
+
+
+def test_the_groups_are_asked_of_the_posts_in_the_map(routed: Explorer) -> None:
+    """A long list of candidates, sent once for each group, is more than a call may hold."""
+    many = [EXAMPLE["candidates"][at % 7] | {"post_id": str(10**18 + at)} for at in range(40)]
+    routed.open().settle(lambda: routed.paste(EXAMPLE | {"candidates": many}))
+    with routed.page.expect_request("**/rank/batch") as asked:
+        routed.why()
+    requests = json.loads(asked.value.post_data)["requests"]
+    shown = [post for post, _, _ in routed.shown()][:12]
+    assert [[post["post_id"] for post in each["candidates"]] for each in requests] == [shown] * len(requests)
+
+
+def test_refused_groups_leave_the_reasons(routed: Explorer) -> None:
+    large = {"status": 413, "code": "too_large", "title": "Too large", "detail": "The batch is too large."}
+    routed.open().page.route("**/rank/batch", lambda route: route.fulfill(status=413, json=large))
+    routed.why()
+    [said] = routed.page.locator(".detail:visible p").filter(has_text="too large").all_inner_texts()
+    assert said.endswith("”: The batch is too large.")
+    assert routed.page.locator(".heat tr[data-event]").count() == len(EXAMPLE["history"])
+    routed.refusals(413)
+
+
+def test_posts_with_one_id_have_reasons_of_their_own(routed: Explorer, client: httpx.Client) -> None:
+    first, second, _, other, *_ = EXAMPLE["candidates"]
+    candidates = [first, first | {"author_id": other["author_id"]}, second]
+    routed.open().settle(lambda: routed.paste(EXAMPLE | {"candidates": candidates}))
+    routed.why()
+    told: dict[float, Json] = {}  # by its score
+    whole: dict[float, float] = {}
+    for post in candidates:
+        one = EXAMPLE | {"candidates": [post]}
+        [found] = client.post("/explain", json=one | {"explain": [post["post_id"]]}).json()["candidates"]
+        told[found["score"]] = found["change"]
+        [(_, _, without)] = ranked(client, one | {"history": []})
+        whole[found["score"]] = found["score"] - without
+    shown = [score for _, _, score in routed.shown()]
+    assert sorted(told) == sorted(shown)
+    for name, values in {
+        "the user": [told[score]["user"]["score"] for score in shown],
+        "all at once": [told[score]["everything"]["score"] for score in shown],
+        "the whole history left out at once": [whole[score] for score in shown],
+    }.items():
+        row = routed.page.locator(".heat tr", has=routed.page.get_by_role("rowheader", name=name, exact=True))
+        np.testing.assert_allclose(numbers(row.locator("td").all_inner_texts()), values, atol=TWO_DIGITS)
+    mine, theirs = told[shown[0]], told[shown[1]]
+    apart = np.subtract(mine["events"]["score"], theirs["events"]["score"])
+    largest = sorted([*apart, mine["user"]["score"] - theirs["user"]["score"]], key=abs)[:-3:-1]
+    rows = routed.page.locator(".next tfoot tr:has-text('largest difference') td:nth-child(2)").all_inner_texts()
+    np.testing.assert_allclose(numbers(rows), largest, atol=THREE_DIGITS)
