@@ -185,6 +185,10 @@ byId("reset").addEventListener("click", () => {
 addEventListener("hashchange", () => {
   if (location.hash !== linked) restore();
 });
+document.querySelector(".skip")?.addEventListener("click", (event) => {
+  event.preventDefault(); // the fragment of the address is the state
+  byId("ranking-title").focus();
+});
 addEventListener("offline", () => tell({ status: 0, message: "This computer is offline." }, rank));
 listen(() => app.undo(), () => app.redo());
 linkHighlights();

@@ -395,6 +395,16 @@ def test_the_page_asks_again_when_retry_after_allows_it(browser: Any, server: Li
         tab.refusals(503)
 
 
+def test_the_skip_link_moves_the_focus_alone(tab: Explorer, client: httpx.Client) -> None:
+    tab.open().forget()
+    tab.page.locator(".skip").focus()
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_function("document.activeElement.id === 'ranking-title'")
+    tab.settle(lambda: tab.page.locator("#user").select_option("0"))
+    assert tab.page.locator("#notice").is_hidden()
+    assert tab.shown() == ranked(client, WITHOUT | {"user_id": "0"}), "the edit before is still there"
+
+
 def test_without_an_example_the_page_uses_the_models_weights(browser: Any) -> None:
     with listening() as live, Explorer(browser, f"http://127.0.0.1:{live.port}") as tab:
         info = httpx.get(f"{tab.open().url}/info").json()
