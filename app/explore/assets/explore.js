@@ -95,7 +95,7 @@ function tell(refused, again) {
     app.past.back.length > 0 && button("problem-undo", "Undo", () => app.undo()),
     app.carried && button("problem-restart", "Open the start", () => app.tellStory(app.first(), "Opened the start")),
   ];
-  problem(`${refused.message}${when}${soon}`, isAway ? [] : ways);
+  problem(`${refused.message}${when}${soon}`, refused.status >= 400 && !isAway ? ways : []);
   if (refused.status === 401) askForKey(again);
   else if (isAway) {
     clearTimeout(waiting.get(again));

@@ -395,6 +395,19 @@ def test_the_page_asks_again_when_retry_after_allows_it(browser: Any, server: Li
         tab.refusals(503)
 
 
+def test_a_page_of_a_proxy_is_told_in_a_sentence(tab: Explorer, client: httpx.Client) -> None:
+    tab.open().page.route("**/rank", lambda route: route.fulfill(content_type="text/html", body="<h1>Sign in</h1>"))
+    tab.page.locator("#events .remove").first.click()
+    problem = tab.page.locator("#problem")
+    problem.wait_for()
+    assert "The answer is not from the service" in problem.inner_text()
+    assert problem.get_by_role("button").count() == 0, "undoing an edit would not help"
+    tab.page.unroute_all()
+    tab.settle(lambda: tab.page.locator("#user").select_option("0"))
+    assert problem.is_hidden()
+    assert tab.shown() == ranked(client, WITHOUT | {"user_id": "0"})
+
+
 def test_the_skip_link_moves_the_focus_alone(tab: Explorer, client: httpx.Client) -> None:
     tab.open().forget()
     tab.page.locator(".skip").focus()
