@@ -55,7 +55,6 @@ const rank = latest(async () => {
     drawLists(app);
     explainSoon(200);
     say();
-    keepLink();
     document.body.dataset.ranked = String(Number(document.body.dataset.ranked ?? 0) + 1);
   } catch (refused) {
     tell(refused, rank);
@@ -193,5 +192,9 @@ addEventListener("offline", () => tell({ status: 0, message: "This computer is o
 listen(() => app.undo(), () => app.redo());
 linkHighlights();
 const drawn = { drawTools: () => drawTools(app), askAttention: (/** @type {boolean} */ on) => ((app.attention = on), on && explainSoon(0)) };
-Object.assign(app, { rank, explainSoon, keepLink, tell, ...drawn });
+const changed = () => {
+  keepLink(); // whatever the service answers
+  return rank();
+};
+Object.assign(app, { rank: changed, explainSoon, keepLink, tell, ...drawn });
 start();
