@@ -20,12 +20,12 @@ const MOST_MS = 2 ** 31 - 1; // of a timer
  * @param {number} side @returns {Promise<{value: Reply, milliseconds: number}>} */
 async function ask(side) {
   const sent = app.body(side);
-  const asked = await call(app.state.source, sent);
+  const asked = await call(app.state.source, sent).catch(async (refused) => {
+    if (refused.status === 422) await meet(); // another model may know other actions, or another kind of ids
+    throw refused;
+  });
   const { model, models } = asked.value;
-  if ((model ?? models.ranker).version !== app.info.model.version) {
-    app.info = (await call("info")).value;
-    draw(app);
-  }
+  if ((model ?? models.ranker).version !== app.info.model.version) await meet();
   Object.assign(asked.value, { sent, weights: sent.weights ?? app.info.weights });
   const isMet = (/** @type {any} */ post) => app.names.posts.has(String(post.post_id));
   if (app.state.source === "recommend" && !asked.value.candidates.every(isMet)) {
@@ -156,20 +156,36 @@ function notice(/** @type {string} */ text) {
   byId("notice").hidden = false;
 }
 
-/** The request that the API's description shows, with actions that this checkpoint knows. */
-async function firstExample() {
+/** The request that the API's description shows, with actions that the checkpoint knows. @param {string[]} actions */
+async function firstExample(actions) {
   const { value } = await call("openapi.json");
   const [example] = Object.values(value.paths["/rank"].post.requestBody.content["application/json"].examples);
-  return withoutExample(/** @type {any} */ (example).value, app.info.actions);
+  return withoutExample(/** @type {any} */ (example).value, actions);
 }
+
+/** Learn which model answers. Of another one than before all is loaded anew: its names, and what it starts with. No list of the model before is
+ * compared with its own, except one that is held. */
+const meet = latest(async () => {
+  const info = (await call("info")).value;
+  if (info.checkpoint.digest === app.info?.checkpoint.digest) {
+    app.info = info;
+    return;
+  }
+  const carried = (await call("explore/checkpoint.json")).value;
+  const names = new Names(carried.names, info.retrieval?.corpus.topics);
+  const start = normal(carried.example ?? (await firstExample(info.actions)), info.actions);
+  for (const { history, candidates } of [start, ...(app.state?.sides ?? [])]) names.learn([...history, ...candidates]);
+  Object.assign(app, { info, carried, names, start, replies: [], explained: [], before: [], did: "" });
+  app.gesture.key = "";
+  if (!app.state) return; // the page begins
+  if (app.state.story !== "corpus") app.state.story = ""; // it was told of the example before
+  notice(`Another model answers now: ${info.model.name} ${info.model.version}. The request is the one from before; its ids may mean nothing here.`);
+  draw(app);
+});
 
 async function start() {
   try {
-    app.info = (await call("info")).value;
-    app.carried = (await call("explore/checkpoint.json")).value;
-    app.names = new Names(app.carried.names, app.info.retrieval?.corpus.topics);
-    app.start = normal(app.carried.example ?? (await firstExample()), app.info.actions);
-    app.names.learn([...app.start.history, ...app.start.candidates]);
+    await meet();
     await restore();
     draw(app);
   } catch (refused) {

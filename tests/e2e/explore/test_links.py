@@ -71,7 +71,6 @@ def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, serv
     with tab.page.expect_response("**/explain") as explained:  # one explanation runs at a time
         tab.page.locator(".list").first.get_by_role("button", name="Why").first.click()
     assert explained.value.finished() is None
-    tab.page.wait_for_timeout(500)  # the link follows 120 ms after
     link = tab.copied("#link")
     with Explorer(browser, server.url) as other:
         other.open(link.partition("#")[2])
@@ -120,7 +119,6 @@ def test_a_link_holds_text_ids(browser: Any, tmp_path: Path) -> None:
     with ready(settings) as live, Explorer(browser, live.url) as tab:
         tab.open().forget()
         shown = tab.shown()
-        tab.page.wait_for_timeout(500)  # the link follows 120 ms after
         link = tab.copied("#link").partition("#")[2]
         assert tab.open(link).shown() == shown
         assert tab.page.locator("#notice").is_hidden()
@@ -167,7 +165,6 @@ def test_a_link_of_an_earlier_page_still_opens(tab: Explorer, client: httpx.Clie
     assert tab.page.locator(".list").count() == 2
     assert tab.page.locator("#notice").is_hidden()
     tab.forget()
-    tab.page.wait_for_timeout(500)  # the link follows 120 ms after
     link = tab.copied("#link").partition("#")[2]
     raw = zlib.decompress(base64.urlsafe_b64decode(link + "=" * (-len(link) % 4)), wbits=-15)
     assert not {"versions", "together"} & set(json.loads(raw)), "a new link leaves out what the page ignores"
