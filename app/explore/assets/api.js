@@ -8,7 +8,9 @@ export const useKey = (given) => {
   key = given;
 };
 
-/** A refusal: the problem that the service answered with, or that it could not be reached. */
+const NOT_THE_SERVICE = "The answer is not from the service: reload this page, in case a proxy before it wants you to sign in.";
+
+/** A refusal: the problem that the service answered with, that it could not be reached, or that another answered for it. */
 export class Refused extends Error {
   constructor(status, problem, retryAfter) {
     super(problem.detail ?? problem.title ?? "The service cannot be reached.");
@@ -31,8 +33,9 @@ export async function call(path, body) {
   } catch {
     throw new Refused(0, {}, 2);
   }
-  const value = await reply.json().catch(() => ({}));
-  if (!reply.ok) throw new Refused(reply.status, value, Number(reply.headers.get("retry-after")) || undefined);
+  const value = await reply.json().catch(() => null);
+  if (!reply.ok) throw new Refused(reply.status, value ?? {}, Number(reply.headers.get("retry-after")) || undefined);
+  if (!value) throw new Refused(reply.status, { detail: NOT_THE_SERVICE });
   return { value, milliseconds: performance.now() - started };
 }
 

@@ -20,12 +20,12 @@ const MOST_MS = 2 ** 31 - 1; // of a timer
  * @param {number} side @returns {Promise<{value: Reply, milliseconds: number}>} */
 async function ask(side) {
   const sent = app.body(side);
-  const asked = await call(app.state.source, sent);
+  const asked = await call(app.state.source, sent).catch(async (refused) => {
+    if (refused.status === 422) await meet(); // another model may know other actions, or another kind of ids
+    throw refused;
+  });
   const { model, models } = asked.value;
-  if ((model ?? models.ranker).version !== app.info.model.version) {
-    app.info = (await call("info")).value;
-    draw(app);
-  }
+  if ((model ?? models.ranker).version !== app.info.model.version) await meet();
   Object.assign(asked.value, { sent, weights: sent.weights ?? app.info.weights });
   const isMet = (/** @type {any} */ post) => app.names.posts.has(String(post.post_id));
   if (app.state.source === "recommend" && !asked.value.candidates.every(isMet)) {
@@ -55,7 +55,6 @@ const rank = latest(async () => {
     drawLists(app);
     explainSoon(200);
     say();
-    keepLink();
     document.body.dataset.ranked = String(Number(document.body.dataset.ranked ?? 0) + 1);
   } catch (refused) {
     tell(refused, rank);
@@ -96,7 +95,7 @@ function tell(refused, again) {
     app.past.back.length > 0 && button("problem-undo", "Undo", () => app.undo()),
     app.carried && button("problem-restart", "Open the start", () => app.tellStory(app.first(), "Opened the start")),
   ];
-  problem(`${refused.message}${when}${soon}`, isAway ? [] : ways);
+  problem(`${refused.message}${when}${soon}`, refused.status >= 400 && !isAway ? ways : []);
   if (refused.status === 401) askForKey(again);
   else if (isAway) {
     clearTimeout(waiting.get(again));
@@ -158,20 +157,36 @@ function notice(/** @type {string} */ text) {
   byId("notice").hidden = false;
 }
 
-/** The request that the API's description shows, with actions that this checkpoint knows. */
-async function firstExample() {
+/** The request that the API's description shows, with actions that the checkpoint knows. @param {string[]} actions */
+async function firstExample(actions) {
   const { value } = await call("openapi.json");
   const [example] = Object.values(value.paths["/rank"].post.requestBody.content["application/json"].examples);
-  return withoutExample(/** @type {any} */ (example).value, app.info.actions);
+  return withoutExample(/** @type {any} */ (example).value, actions);
 }
+
+/** Learn which model answers. Of another one than before all is loaded anew: its names, and what it starts with. No list of the model before is
+ * compared with its own, except one that is held. */
+const meet = latest(async () => {
+  const info = (await call("info")).value;
+  if (info.checkpoint.digest === app.info?.checkpoint.digest) {
+    app.info = info;
+    return;
+  }
+  const carried = (await call("explore/checkpoint.json")).value;
+  const names = new Names(carried.names, info.retrieval?.corpus.topics, info.ids);
+  const start = normal(carried.example ?? (await firstExample(info.actions)), info.actions);
+  for (const { history, candidates } of [start, ...(app.state?.sides ?? [])]) names.learn([...history, ...candidates]);
+  Object.assign(app, { info, carried, names, start, replies: [], explained: [], before: [], did: "" });
+  app.gesture.key = "";
+  if (!app.state) return; // the page begins
+  if (app.state.story !== "corpus") app.state.story = ""; // it was told of the example before
+  notice(`Another model answers now: ${info.model.name} ${info.model.version}. The request is the one from before; its ids may mean nothing here.`);
+  draw(app);
+});
 
 async function start() {
   try {
-    app.info = (await call("info")).value;
-    app.carried = (await call("explore/checkpoint.json")).value;
-    app.names = new Names(app.carried.names, app.info.retrieval?.corpus.topics, app.info.ids);
-    app.start = normal(app.carried.example ?? (await firstExample()), app.info.actions);
-    app.names.learn([...app.start.history, ...app.start.candidates]);
+    await meet();
     await restore();
     draw(app);
   } catch (refused) {
@@ -186,9 +201,17 @@ byId("reset").addEventListener("click", () => {
 addEventListener("hashchange", () => {
   if (location.hash !== linked) restore();
 });
+document.querySelector(".skip")?.addEventListener("click", (event) => {
+  event.preventDefault(); // the fragment of the address is the state
+  byId("ranking-title").focus();
+});
 addEventListener("offline", () => tell({ status: 0, message: "This computer is offline." }, rank));
 listen(() => app.undo(), () => app.redo());
 linkHighlights();
 const drawn = { drawTools: () => drawTools(app), askAttention: (/** @type {boolean} */ on) => ((app.attention = on), on && explainSoon(0)) };
-Object.assign(app, { rank, explainSoon, keepLink, tell, ...drawn });
+const changed = () => {
+  keepLink(); // whatever the service answers
+  return rank();
+};
+Object.assign(app, { rank: changed, explainSoon, keepLink, tell, ...drawn });
 start();

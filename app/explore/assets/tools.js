@@ -2,6 +2,7 @@
 
 import { useKey } from "./api.js";
 import { button, byId, check, choice, h, rebuild } from "./dom.js";
+import { pack } from "./link.js";
 import { lower } from "./names.js";
 import { asCurl, asPython, parse } from "./state.js";
 import { STORIES } from "./stories.js";
@@ -11,8 +12,8 @@ export function drawTools(/** @type {App} */ app) {
   const two = state.sides.length === 2;
   const press = (/** @type {string} */ key, /** @type {string} */ text, /** @type {() => void} */ act, more = {}) => button(key, text, act, { id: key, ...more });
   const url = new URL(state.source, location.href).href;
-  const copy = (/** @type {string} */ key, /** @type {string} */ text, /** @type {() => string} */ make) =>
-    button(key, text, async ({ target }) => (await copied(make())) && flash(target, text), { id: key });
+  const copy = (/** @type {string} */ key, /** @type {string} */ text, /** @type {() => string | Promise<string>} */ make) =>
+    button(key, text, async ({ target }) => (await copied(await make())) && flash(target, text), { id: key });
   const call = (/** @type {(url: string, sent: any) => string} */ as) => as(url, app.body(state.side));
   const undone = (/** @type {{label: string}[]} */ steps, /** @type {string} */ keys) => ({ disabled: !steps.length, title: `${steps[steps.length - 1]?.label ?? "nothing"} (${keys})` });
   rebuild(byId("tools"), [
@@ -25,7 +26,7 @@ export function drawTools(/** @type {App} */ app) {
     press("paste", "Request…", () => openRequest(app)),
     copy("curl", "curl", () => call(asCurl)),
     copy("python", "Python", () => call(asPython)),
-    copy("link", "Link", () => location.href),
+    copy("link", "Link", async () => new URL(`#${await pack(app.state)}`, location.href).href),
   ]);
 }
 

@@ -19,8 +19,9 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from app.settings import Auth, Queue, Settings
-from tests.app.api.live import QUIET, Live, listening, ready
+from app.settings import Auth, Queue, Reload, Settings
+from loadtest.server import DEMO
+from tests.app.api.live import QUIET, Live, listening, ready, until
 from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, WEIGHTS, Explorer, Json, ranked
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
@@ -471,6 +472,88 @@ def test_the_page_asks_again_when_retry_after_allows_it(browser: Any, server: Li
         assert tab.shown() == ranked(client, WITHOUT | {"user_id": "0"})
         assert len(asked) == 3
         tab.refusals(503)
+
+
+def test_a_page_of_a_proxy_is_told_in_a_sentence(tab: Explorer, client: httpx.Client) -> None:
+    tab.open().page.route("**/rank", lambda route: route.fulfill(content_type="text/html", body="<h1>Sign in</h1>"))
+    tab.page.locator("#events .remove").first.click()
+    problem = tab.page.locator("#problem")
+    problem.wait_for()
+    assert "The answer is not from the service" in problem.inner_text()
+    assert problem.get_by_role("button").count() == 0, "undoing an edit would not help"
+    tab.page.unroute_all()
+    tab.settle(lambda: tab.page.locator("#user").select_option("0"))
+    assert problem.is_hidden()
+    assert tab.shown() == ranked(client, WITHOUT | {"user_id": "0"})
+
+
+def test_the_skip_link_moves_the_focus_alone(tab: Explorer, client: httpx.Client) -> None:
+    tab.open().forget()
+    tab.page.locator(".skip").focus()
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_function("() => document.activeElement.id === 'ranking-title'")
+    tab.settle(lambda: tab.page.locator("#user").select_option("0"))
+    assert tab.page.locator("#notice").is_hidden()
+    assert tab.shown() == ranked(client, WITHOUT | {"user_id": "0"}), "the edit before is still there"
+
+
+def lead(link: Path, target: Path) -> None:
+    """Let the link lead there, in one step."""
+    link.with_suffix(".new").symlink_to(target)
+    link.with_suffix(".new").replace(link)
+
+
+def serve_next(live: Live, link: Path, target: Path) -> None:
+    """Let the link lead there, and wait until that checkpoint serves."""
+    lead(link, target)
+    digest = json.loads((target / "manifest.json").read_text())["digest"]
+    until(lambda: bool(httpx.get(f"{live.url}/info").json()["checkpoint"]["digest"] == digest), 60)
+
+
+def watching(link: Path) -> Settings:
+    return Settings(port=0, checkpoint=link, threads=1, logs=QUIET, reload=Reload(watch_seconds=0.25))
+
+
+def test_another_model_is_said_and_has_its_own_names(browser: Any, tmp_path: Path) -> None:
+    small, link = tmp_path / "small", tmp_path / "link"
+    write_small_checkpoint(small, 0)
+    (small / "names.json").write_text(json.dumps({"authors": {REPORTED: {"name": "Nina Novak"}}}))
+    lead(link, DEMO)
+    with ready(watching(link)) as live, Explorer(browser, live.url) as tab:
+        tab.open().click("Compare")
+        serve_next(live, link, small)
+        tab.forget()
+        assert tab.page.locator("#notice").inner_text().startswith("Another model answers now: random ")
+        caption = tab.page.locator("#caption").inner_text()
+        assert "emoved" not in caption, "what the model changed is not blamed on the edit"
+        spoken = "told => document.querySelector('#spoken').textContent.includes(told)"
+        tab.page.wait_for_function(spoken, arg=caption)
+        words = tab.page.locator("body").text_content()
+        assert "Nina Novak" in words
+        assert not [name for name in (each["name"] for each in NAMES["authors"].values()) if name in words]
+        assert "A request of your own." in tab.page.locator("#story-text").inner_text()
+        with httpx.Client(base_url=live.url) as client:
+            assert (tab.shown(0), tab.shown(1)) == (ranked(client, EXAMPLE), ranked(client, WITHOUT))
+            tab.forget()
+            assert "emoved" in tab.page.locator("#caption").inner_text(), "the same model answered twice"
+            tab.settle(lambda: tab.page.locator("#restart").click())
+            assert tab.shown() == ranked(client, json.loads((small / "example.json").read_text()))
+        assert tab.complaints == []
+
+
+def test_a_refusal_by_another_model_leads_to_its_start(browser: Any, tmp_path: Path) -> None:
+    text, link = tmp_path / "text", tmp_path / "link"
+    write_small_checkpoint(text, 0, ids="text")
+    lead(link, text)
+    with ready(watching(link)) as live, Explorer(browser, live.url) as tab:
+        tab.open()
+        serve_next(live, link, DEMO)
+        tab.page.locator("#events .remove").first.click()
+        tab.settle(lambda: tab.page.get_by_role("button", name="Open the start").click())
+        with httpx.Client(base_url=live.url) as client:
+            assert tab.shown() == ranked(client, EXAMPLE)
+        assert NAMES["authors"][REPORTED]["name"] in tab.page.locator(".list li strong").all_text_contents()
+        tab.refusals(422)
 
 
 def test_without_an_example_the_page_uses_the_models_weights(browser: Any) -> None:

@@ -71,7 +71,6 @@ def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, serv
     with tab.page.expect_response("**/explain") as explained:  # one explanation runs at a time
         tab.page.locator(".list").first.get_by_role("button", name="Why").first.click()
     assert explained.value.finished() is None
-    tab.page.wait_for_timeout(500)  # the link follows 120 ms after
     link = tab.copied("#link")
     with Explorer(browser, server.url) as other:
         other.open(link.partition("#")[2])
@@ -83,13 +82,43 @@ def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, serv
         assert other.complaints == []
 
 
+@pytest.mark.parametrize("reply", ["slow", "refused"])
+def test_a_link_holds_edits_that_are_not_ranked(tab: Explorer, client: httpx.Client, reply: str) -> None:
+    held: list[Any] = []
+    refusal = {"status": 503, "headers": {"retry-after": "30"}, "json": {"title": "Not ready", "status": 503}}
+    tab.open().page.route(
+        "**/rank", lambda route: route.fulfill(**refusal) if reply == "refused" else held.append(route)
+    )
+    for _ in range(2):
+        tab.page.locator("#events .remove").first.click()
+        if reply == "refused":
+            tab.page.locator("#problem").wait_for()
+    link = tab.copied("#link")
+    tab.page.wait_for_function("link => location.href === link", arg=link)  # so a page that is loaded anew has them too
+    for route in held:
+        route.abort()
+    tab.page.unroute_all()
+    assert tab.open(link.partition("#")[2]).shown() == ranked(client, EXAMPLE | {"history": EXAMPLE["history"][:-2]})
+    tab.complaints.clear()
+
+
+def test_a_link_copied_at_once_holds_the_last_edit(tab: Explorer, client: httpx.Client) -> None:
+    tab.open().forget()
+    link = tab.page.evaluate("""async () => {
+        document.querySelector('#events .remove').click();
+        const written = new Promise(resolve => { navigator.clipboard.writeText = async text => resolve(text); });
+        document.querySelector('#link').click();
+        return written;
+    }""")
+    assert tab.open(link.partition("#")[2]).shown() == ranked(client, EXAMPLE | {"history": EXAMPLE["history"][:-2]})
+
+
 def test_a_link_holds_text_ids(browser: Any, tmp_path: Path) -> None:
     write_small_checkpoint(tmp_path / "text", 0, ids="text")
     settings = Settings(port=0, checkpoint=tmp_path / "text", threads=1, logs=QUIET)
     with ready(settings) as live, Explorer(browser, live.url) as tab:
         tab.open().forget()
         shown = tab.shown()
-        tab.page.wait_for_timeout(500)  # the link follows 120 ms after
         link = tab.copied("#link").partition("#")[2]
         assert tab.open(link).shown() == shown
         assert tab.page.locator("#notice").is_hidden()
@@ -136,7 +165,6 @@ def test_a_link_of_an_earlier_page_still_opens(tab: Explorer, client: httpx.Clie
     assert tab.page.locator(".list").count() == 2
     assert tab.page.locator("#notice").is_hidden()
     tab.forget()
-    tab.page.wait_for_timeout(500)  # the link follows 120 ms after
     link = tab.copied("#link").partition("#")[2]
     raw = zlib.decompress(base64.urlsafe_b64decode(link + "=" * (-len(link) % 4)), wbits=-15)
     assert not {"versions", "together"} & set(json.loads(raw)), "a new link leaves out what the page ignores"
