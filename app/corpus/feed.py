@@ -114,7 +114,8 @@ class FeedReader:
 
     async def _follow(self, corpus: Follower) -> None:
         """Make the changes that are there, or wait a moment for some."""
-        if len(self._aside) >= MOST_ENTRIES:
+        kept = sum(len(entry.body or b"") for entry, _ in self._aside)
+        if len(self._aside) >= MOST_ENTRIES or kept >= MOST_BYTES:
             raise FeedAway("Too many unreadable entries wait to be saved.")
         began, mark, ids = time.monotonic(), corpus.mark, corpus.served.corpus.ids
         self._reached = position = mark.position
@@ -147,9 +148,8 @@ class FeedReader:
             try:
                 more = self._stream.after(position, most, 0.0 if entries else WAIT_SECONDS)
             except FeedError:
-                self._longest = min(
-                    MOST_BYTES, 4 * MOST_BYTES // most
-                )  # the reply may have been too long to come in time
+                # the reply may have been too long to come in time
+                self._longest = min(MOST_BYTES, 4 * MOST_BYTES // most)
                 if entries:
                     break
                 raise

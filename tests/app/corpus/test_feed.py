@@ -487,9 +487,11 @@ async def test_changes_do_not_wait_for_what_is_put_aside() -> None:
     assert not [line for line in logs if "saved" in line.get("reason", "")]
 
 
-async def test_a_feed_of_unreadable_entries_alone_stops_where_none_is_saved() -> None:
+@pytest.mark.parametrize("length", [1, 100_000])
+async def test_a_feed_of_unreadable_entries_stops_where_none_is_saved(length: int) -> None:
     """They are kept in memory until then."""
-    stream, corpus = Entries(*(entry(number, b"{") for number in range(1, 9000))), Corpus()
+    bad = b"{".ljust(length)
+    stream, corpus = Entries(*(entry(number, bad) for number in range(1, 9000))), Corpus()
 
     def bury(buried: Entry, reason: str) -> None:
         raise FeedAway("Redis does not answer in time.")
@@ -497,7 +499,7 @@ async def test_a_feed_of_unreadable_entries_alone_stops_where_none_is_saved() ->
     stream.bury = bury  # type: ignore[method-assign]
     await follow(stream, corpus, until_=lambda reader: "unreadable" in reader.reason)
     assert corpus.mark.reaches("1-0")
-    assert not corpus.mark.reaches("8000-0")
+    assert not corpus.mark.reaches("8000-0" if length == 1 else "800-0")
 
 
 async def test_a_feed_that_ends_puts_nothing_more_aside() -> None:
