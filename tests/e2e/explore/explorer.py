@@ -48,6 +48,9 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+NOTHING = "nothing is copied yet"
+
+
 class Explorer:
     """One tab, everything that it complained of (`complaints`), and every address that it asked (`asked`)."""
 
@@ -107,9 +110,12 @@ class Explorer:
         self.page.locator("#use").click()
 
     def copied(self, button: str) -> str:
-        """What a button puts on the clipboard."""
+        """What a button puts on the clipboard. A link is packed first, so it comes a moment after the click."""
+        self.page.evaluate("text => navigator.clipboard.writeText(text)", NOTHING)
         self.page.locator(button).click()
-        return str(self.page.evaluate("navigator.clipboard.readText()"))
+        while (text := str(self.page.evaluate("navigator.clipboard.readText()"))) == NOTHING:
+            self.page.wait_for_timeout(10)
+        return text
 
     # Rows out of sight are not laid out (content-visibility), and have no inner text: read their text_content.
     def shown(self, side: int = 0) -> list[tuple[str, int, float]]:
