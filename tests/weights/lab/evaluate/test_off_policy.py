@@ -16,7 +16,7 @@ from tests.weights.call import call
 from tests.weights.lab.training.small_run import small_config
 from weights.actions import DWELL_TIME
 from weights.checkpoint import save_checkpoint
-from weights.lab.evaluate.off_policy import Estimates, Rankings, off_policy
+from weights.lab.evaluate.off_policy import Estimates, Rankings, off_policy, rankings_of
 from weights.lab.training.log import Log, write_log
 from weights.lab.world.simulate import World
 from weights.synthetic.random_weights import random_ranker
@@ -191,6 +191,21 @@ def test_an_action_that_nobody_knows_of_is_not_a_no(explored: Log, tmp_path: Pat
     assert f"left out: {left_out} rankings with a post whose reward is unknown" in said.stdout
     assert "as logged      1.000 (1.000 … 1.000)" in said.stdout
     assert "not counted in the reward: reply, since the log knows of no impression whether it was taken" in said.stdout
+
+
+def test_what_is_predicted_leaves_out_what_nobody_knows(explored: Log) -> None:
+    """Else the doubly robust estimate would add rewards that the log never counts."""
+    favorite, reply = (explored.action_names.index(name) for name in ("favorite", "reply"))
+    unknown, both = np.zeros_like(explored.actions), np.zeros(len(explored.action_names))
+    unknown[:, reply], both[[favorite, reply]] = True, 1.0
+    one, log, ranker = (
+        both * (np.arange(len(both)) == favorite),
+        replace(explored, unknown=unknown),
+        random_ranker(small_config(), 1),
+    )
+    found, alone = (rankings_of(ranker, log, 0, weights) for weights in (both, one))
+    assert np.array_equal(found.predicted, alone.predicted)
+    assert not np.array_equal(found.score, alone.score)
 
 
 def test_a_log_without_a_reward_that_is_known_is_refused(explored: Log, tmp_path: Path) -> None:
