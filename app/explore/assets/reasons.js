@@ -95,7 +95,7 @@ async function askGroups(app, request, posts, { of, groups: before }, again) {
   });
   const whole = request.history.map((/** @type {any} */ _, /** @type {number} */ place) => place);
   const several = [...groups].filter(([, places]) => places.length > 1);
-  const wanted = whole.length && (request.user_id !== "0" || request.candidates) ? [...several, ["the whole history", whole]] : several;
+  const wanted = whole.length ? [...several, ["the whole history", whole]] : several;
   const some = /** @type {[string, number[]][]} */ (wanted.slice(-app.info.limits.max_batch_requests));
   const missing = some.filter(([name]) => !before.some((group) => group.name === name));
   if (!missing.length) return { groups: before };
