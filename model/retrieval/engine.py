@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.cache import ContextCache, ContextKey
-from model.device import is_left
+from model.device import is_given_up
 from model.engine import CacheStats, EngineError
 from model.inputs import Context
 from model.native.build import KernelUnavailable, Vectors
@@ -272,7 +272,7 @@ class RetrievalEngine:
     def _main_index(self, vectors: NDArray[np.float32], on_device: DeviceIndex) -> Index:
         """The corpus's index on the requested device, or in this process's memory if that fails. The bits are the same."""
         device, reason = self.options.device, ""
-        if device != "cpu" and self.options.backend != "native" and is_left(device):
+        if device != "cpu" and self.options.backend != "native" and is_given_up(device):
             reason = f"{device}: every way of ranking there failed its checks"
         elif device != "cpu" and self.options.backend != "native":
             try:
