@@ -242,7 +242,7 @@ class EngineProcess:
         scheduler = self._schedulers.get(number)
         if scheduler is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
-        return scheduler.model.served
+        return scheduler.loaded.served
 
     # what workers know
 
@@ -288,7 +288,7 @@ class EngineProcess:
         """What serves, with its number, which a new version gets here."""
         if scheduler is None:
             return None
-        served = scheduler.model.served
+        served = scheduler.loaded.served
         if served not in self._named:
             self._named[served] = number = next(self._numbers)
             self._schedulers[number] = scheduler

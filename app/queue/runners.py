@@ -141,13 +141,13 @@ class EngineThread:
 
     def _main(self) -> None:
         try:
-            model = self._load(self.steps)
+            loaded = self._load(self.steps)
         except BaseException as error:  # raised to whoever waits for `ready`
             _clear_frames(error)
             _post(self._loop, self.ready.set_exception, error)
         else:
-            self._engine = model.engine
-            _post(self._loop, self.ready.set_result, model)
+            self._engine = loaded.engine
+            _post(self._loop, self.ready.set_result, loaded)
             self._serve()
         _post(self._loop, self.closed.set_result, None)
 

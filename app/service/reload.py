@@ -192,7 +192,7 @@ class Reloader:
 
     def _model_identity(self) -> object:
         current = self._versions.current
-        return None if current is None else current.model.served.manifest.digest
+        return None if current is None else current.loaded.served.manifest.digest
 
     def _corpus_identity(self) -> object:
         """With its changes: a copy of the same corpus may lack some of them."""
@@ -223,7 +223,7 @@ class Reloader:
         """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""
         current = self._versions.current
         digest = await asyncio.to_thread(_digest, self.checkpoint)
-        if current is None or digest != current.model.served.manifest.digest:
+        if current is None or digest != current.loaded.served.manifest.digest:
             return await _try(self.reload())
         self._metrics.reload_failed.labels("checkpoint").set(0)  # one that was refused has been replaced by what serves
         return True
