@@ -33,7 +33,7 @@ from app.processes.messages import (
     FromWorker,
     Rank,
     Search,
-    Served,
+    ServedNow,
     decoder,
     encode,
 )
@@ -213,8 +213,8 @@ class EngineProcess:
             return Place(held.enter_context(self.ranker.admit(model, request)), held.pop_all())
 
     async def _rank(self, peer: Peer, question: Rank) -> Any:
-        place = peer.places.pop(question.place, None)
-        if place is None and question.place:
+        place = peer.places.pop(question.place_id, None)
+        if place is None and question.place_id:
             raise NotReady("The place of this request is gone.", retry_after_seconds=0.0)
         with ExitStack() as held:
             if place is not None:
@@ -284,7 +284,7 @@ class EngineProcess:
                 kept_seconds = max(REPLACED_SECONDS, self.settings.deadline.default_seconds)
                 asyncio.get_running_loop().call_later(kept_seconds, self._leave, number)
 
-    def _described(self, scheduler: Scheduler[Any] | None) -> Served | None:
+    def _described(self, scheduler: Scheduler[Any] | None) -> ServedNow | None:
         """What serves, with its number, which a new version gets here."""
         if scheduler is None:
             return None
@@ -296,7 +296,7 @@ class EngineProcess:
         for served_before in (self._state.model, self._state.corpus):
             if served_before is not None and served_before.number == self._named[served]:
                 return served_before
-        return Served.of(self._named[served], served)
+        return ServedNow.of(self._named[served], served)
 
     def _leave(self, number: int) -> None:
         self._schedulers.pop(number).leave()

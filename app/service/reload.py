@@ -1,4 +1,4 @@
-"""Changing a running service's checkpoint, or its towers and corpus: by name, by signal, by watching."""
+"""Changing a running service's checkpoint, or its retrieval checkpoint and corpus: by name, by signal, by watching."""
 
 from __future__ import annotations
 
@@ -95,19 +95,21 @@ class Reloader:
 
         Raises what `reload` raises, and NoCorpus where one is neither named nor present.
         """
-        towers = self.retrieval[0] if checkpoint is None else self._resolve(checkpoint)
-        posts = self.retrieval[1] if corpus is None else self._resolve(corpus)
-        if towers is None or posts is None:
+        checkpoint_path = self.retrieval[0] if checkpoint is None else self._resolve(checkpoint)
+        corpus_path = self.retrieval[1] if corpus is None else self._resolve(corpus)
+        if checkpoint_path is None or corpus_path is None:
             raise NoCorpus("Name both a retrieval checkpoint and a corpus: none is served yet.")
-        async with self._recorded("corpus", self._corpus_identity, retrieval=str(towers), corpus=str(posts)) as record:
-            served = await self._corpus.swap(towers, posts)
+        paths = {"retrieval": str(checkpoint_path), "corpus": str(corpus_path)}
+        async with self._recorded("corpus", self._corpus_identity, **paths) as record:
+            served = await self._corpus.swap(checkpoint_path, corpus_path)
             record.log_fields |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
-        self.retrieval = towers, posts
+        self.retrieval = checkpoint_path, corpus_path
         self._keep_paths()
         return served, record.is_changed
 
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background, then towers and corpus. Outcomes are logged and counted. For SIGHUP.
+        """Read the present checkpoint again in the background, then the retrieval checkpoint and the corpus. Outcomes are logged
+        and counted. For SIGHUP.
 
         Reloads that are under way may have read what has been replaced since, so they end first. Calls until then count as one.
         """
@@ -116,7 +118,8 @@ class Reloader:
             self._keep(self._reload_everything())
 
     def watch(self, seconds: float) -> None:
-        """Check every `seconds` whether the manifest of the present checkpoint, towers or corpus has changed, and then load it."""
+        """Check every `seconds` whether the manifest of the present checkpoint, retrieval checkpoint or corpus has changed, and then
+        load it."""
         self._keep(self._watch(seconds))
 
     def stop(self) -> None:
@@ -229,22 +232,22 @@ class Reloader:
         return True
 
     async def _follow_corpus(self) -> bool:
-        """The same for the towers and the corpus."""
+        """The same for the retrieval checkpoint and the corpus."""
         if not await asyncio.to_thread(self._serves_these_posts):
             return await _try(self.reload_corpus())
         self._metrics.reload_failed.labels("corpus").set(0)
         return True
 
     def _serves_these_posts(self) -> bool:
-        """Whether the towers and the corpus that serve are those on the disk."""
-        towers, posts = self.retrieval
+        """Whether the retrieval checkpoint and the corpus that serve are those on the disk."""
+        checkpoint, corpus = self.retrieval
         try:
             served = self._corpus.served
             return (
-                towers is not None
-                and posts is not None
-                and load_corpus_manifest(posts).digest == served.corpus.digest
-                and _digest(towers) == served.manifest.digest
+                checkpoint is not None
+                and corpus is not None
+                and load_corpus_manifest(corpus).digest == served.corpus.digest
+                and _digest(checkpoint) == served.manifest.digest
             )
         except Exception:  # nothing serves, or it cannot be read, which a reload will explain
             return False
@@ -292,7 +295,7 @@ def resumed(settings: Settings, paths_file: Path) -> Settings:
     """The settings with the paths that the process before this one loaded last; as they are if it left none that are still there, or if its
     checkpoint is reached by a link that leads out of the root now."""
     try:
-        checkpoint, towers, corpus = (path and Path(path) for path in json.loads(paths_file.read_bytes()))
+        checkpoint, retrieval_checkpoint, corpus = (path and Path(path) for path in json.loads(paths_file.read_bytes()))
         load_manifest(checkpoint)
     except FileNotFoundError:
         return settings
@@ -302,7 +305,7 @@ def resumed(settings: Settings, paths_file: Path) -> Settings:
     if checkpoint != settings.checkpoint and _below(_root(settings), checkpoint) is None:
         log.error("reload_not_kept", reason=f"{checkpoint} leads out of the root of reloads")
         return settings
-    retrieval = settings.retrieval.model_copy(update={"checkpoint": towers, "corpus": corpus})
+    retrieval = settings.retrieval.model_copy(update={"checkpoint": retrieval_checkpoint, "corpus": corpus})
     admin = settings.admin.model_copy(update={"root": _root(settings)})  # names still mean what they meant
     return settings.model_copy(update={"checkpoint": checkpoint, "retrieval": retrieval, "admin": admin})
 
