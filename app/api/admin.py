@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import errors, schema
-from app.api.caller import Headers, check_length, check_type, read_body
+from app.api.caller import JSON_ALONE, Headers, check_length, check_type, read_body
 from app.api.operations import json_reply
 from app.api.route import Route
 from app.api.state import state_of
@@ -69,7 +69,7 @@ async def read_operator(request: Request) -> bytes:
     check_length(headers, MAX_BODY_BYTES)
     body = await read_body(request.receive, request.scope["exchange"], state.bodies, MAX_BODY_BYTES, None)
     if body:
-        check_type(headers, (b"application/json",))
+        check_type(headers, JSON_ALONE)
         if b"content-encoding" in headers:
             raise UnsupportedMediaType("The body must not be compressed.")
     return body

@@ -277,8 +277,8 @@ class Scheduler(Generic[J]):
             if error is not None:
                 ended.append((job, error))
                 continue
-            job.served = chunk.stop
-            if job.served == job.candidates:
+            job.computed = chunk.stop
+            if job.computed == job.candidates:
                 ended.append((job, None))
             elif job.is_waited_for:
                 self._batcher.put_back(job)
