@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
 
-import numpy as np
 import orjson
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -24,11 +23,9 @@ from app.interface import Job, PlaceRequest, Ranked, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
 from model.engine import CacheResult
-from model.inputs import Candidates
+from model.inputs import NO_CANDIDATES
 
 RANK, CONTEXT = Decoder(RankRequest), Decoder(ContextRequest)
-NO_IDS, NO_NUMBERS = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-NO_CANDIDATES = Candidates(NO_IDS, NO_IDS, NO_NUMBERS, NO_NUMBERS)
 RANKED = schema.reply_of(RankReply, "The ranking.") | PROBLEMS
 
 router = APIRouter(tags=["ranking"], route_class=Route)

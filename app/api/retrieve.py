@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo
-from app.api.rank import NO_CANDIDATES
 from app.api.route import Route
 from app.errors import (
     CorpusBehind,
@@ -33,7 +32,7 @@ from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, Re
 from app.settings import Limits
 from app.vocabulary import Vocabulary
 from model.config import ModelConfig
-from model.inputs import Candidates, Context, Scores, age_bucket, codes_fitting, created_within
+from model.inputs import NO_CANDIDATES, Candidates, Context, Scores, age_bucket, codes_fitting, created_within
 from model.retrieval.inputs import AT_LEAST, Filters, Query, Retrieved
 from weights.format.manifest import Manifest
 
