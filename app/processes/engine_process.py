@@ -47,9 +47,8 @@ LOOK_SECONDS = 0.01  # between two looks for a change that workers should know
 SIGN_OF_LIFE_SECONDS = 1.0
 REPLACED_SECONDS = 5.0  # at least this long a replaced version is kept for requests that workers have read for it
 SCRAPE_SECONDS = 1.0  # for a worker to tell its metrics; one that is stopped is left out
-SAME_FAULT_SECONDS = (
-    10.0  # between two log lines about the sending of the state, which is tried again every `LOOK_SECONDS`
-)
+# between two log lines about the sending of the state, which is tried again every `LOOK_SECONDS`
+SAME_FAULT_SECONDS = 10.0
 LAST_SECONDS = 5.0  # how much longer than their drain the workers may take before this process ends without them
 
 
@@ -114,10 +113,8 @@ class EngineProcess:
         """
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (
-                signal.SIGTERM,
-                signal.SIGINT,
-            ):  # asyncio's own would be gone with the loop, before the process ends
+            # asyncio's own would be gone with the loop, before the process ends
+            for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: loop.is_closed() or loop.call_soon_threadsafe(self.end))
             loop.add_signal_handler(signal.SIGHUP, self.ranker.reloads.reload_soon)
         server = await loop.create_unix_server(
