@@ -187,7 +187,7 @@ class LocalService:
             raise ModelNotFound
         return served
 
-    def check_open(self, key: str | None = None, leaves_at: float = math.inf) -> None:
+    def check_open(self, key: str | None, leaves_at: float = math.inf) -> None:
         """Raise the error that any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
         self._asked_at = now = self.clock()
         if not self._is_ticking:
