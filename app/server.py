@@ -4,7 +4,7 @@ what comes                    what the process does                             
 SIGTERM, SIGINT               readiness 503; serves for the drain delay; closes its listeners; answers   0
                               what was begun, for at most the drain timeout                              1 after it
 the same again, later         ends at once, if a second has passed since the first                       128 + signal
-SIGHUP                        reads the file of keys and the present checkpoint again                    –
+SIGHUP                        reads the file of keys, the checkpoints and the corpus again               –
 the first load fails          answers who waits; then as after the drain delay                           1
 the engine is lost            the same                                                                   70
 no address to listen on       ends                                                                       3
@@ -208,7 +208,7 @@ class Server(Port):
         self._loop.call_soon_threadsafe(self.drain)
 
     def handle_reload(self, sig: int, frame: FrameType | None) -> None:
-        """SIGHUP: read the keys and the present checkpoint again."""
+        """SIGHUP: read the keys again, then the checkpoints and the corpus."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.keys.read_again)
         if self.reload is not None:

@@ -51,8 +51,7 @@ SCRAPE_SECONDS = 1.0  # for a worker to tell its metrics; one that is stopped is
 SAME_FAULT_SECONDS = 10.0
 LAST_SECONDS = 5.0  # how much longer than their drain the workers may take before this process ends without them
 
-
-log = structlog.get_logger("app.processes.engine")
+log = structlog.get_logger("app.processes.engine_process")
 
 
 @dataclass(slots=True)

@@ -83,7 +83,7 @@ def forwards_of(requests: int, candidates: int, context_tokens: int, full: Full)
 
 
 class Batcher(Generic[JobT]):
-    """The queue of one engine. Not thread-safe: its owner holds a lock.
+    """The queue of one engine. Used by the event loop only.
 
     Between API keys the order is fair queueing by cost: the key that was served least comes first. Within a key the order
     is first come, first served, except that a job with chunks left goes to the back after each of them.

@@ -26,7 +26,7 @@ J = TypeVar("J", bound=Job)
 T = TypeVar("T")
 Ended = tuple[J, ServiceError | None]
 
-log = structlog.get_logger("app")
+log = structlog.get_logger("app.queue.scheduler")
 
 
 class Scheduler(Generic[J]):
