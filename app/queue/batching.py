@@ -59,7 +59,7 @@ class Chunk(msgspec.Struct, Generic[JobT], frozen=True, eq=False):
 
 
 def chunk_count(candidates: int, batching: Batching) -> int:
-    """Number of chunks in which a request of this many candidates is served."""
+    """Number of chunks in which a request of this many candidates is computed."""
     most = min(batching.chunk_candidates, batching.max_candidates)
     return 1 if candidates <= most else -(-candidates // most)
 
@@ -107,7 +107,7 @@ class Batcher(Generic[JobT]):
         self._append(job)
 
     def put_back(self, job: JobT) -> None:
-        """Queue a job again after one of its chunks was served; it keeps its arrival time."""
+        """Queue a job again after one of its chunks was computed; it keeps its arrival time."""
         self._append(job)
 
     def remove(self, job: JobT) -> bool:
