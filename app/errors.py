@@ -172,7 +172,7 @@ class ReloadRefused(ServiceError, status=422, code="checkpoint_refused"):
 
 
 class Overloaded(ServiceError, status=429, code="overloaded"):
-    """The queue is full, or a key has used up its share of it."""
+    """The queue is full, or a key has used up its share of it; or too many explanations, changes of posts or body bytes are under way."""
 
     default_detail = "The queue is full."
 

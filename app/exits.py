@@ -5,6 +5,5 @@ EXIT_USAGE = 2  # settings that cannot be used
 EXIT_START = 3  # as uvicorn: cannot listen
 EXIT_ENGINE_LOST = 70  # EX_SOFTWARE: start the process again
 
-SAME_SIGNAL_SECONDS = (
-    1.0  # make and supervisors signal both a process and its group: signals this close together are one
-)
+# make and supervisors signal both a process and its group: signals this close together are one
+SAME_SIGNAL_SECONDS = 1.0

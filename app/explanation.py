@@ -33,9 +33,9 @@ Numbers = tuple[NDArray[np.float64], NDArray[np.float32]]
 class Question:
     """A request that was checked against one checkpoint, and what is left out of it.
 
-    `history`: the user with one event more than `window`, which is what the model sees: it moves into sight where another is left out.
-    `events`: how many of the newest events are left out, one at a time; `event_ids`: theirs, as they are echoed. `explained`: places of
-    candidates, int64 `[n]`.
+    The model sees the newest `window` events. `history`: the user with one event more, which the model sees when a newer one is left out.
+    `events`: how many of the newest events are left out, one at a time; `event_ids`: their post ids, as the reply has them. `explained`:
+    places of the candidates to explain, int64 `[n]`.
     """
 
     checked: CheckedRequest

@@ -203,15 +203,19 @@ class CorpusService(Protocol):
 class Reloads(Protocol):
     """Changes the checkpoint of a running service, one at a time. A failure leaves what serves in place."""
 
-    async def reload(self, name: str | None = None) -> ServedModel:
-        """Serve the checkpoint of this name below the root; None reads the present one again.
+    async def reload(self, name: str | None = None) -> tuple[ServedModel, bool]:
+        """Serve the checkpoint of this name below the root; None reads the present one again. Return what serves, and whether that has
+        changed.
 
         Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress, Draining.
         """
         ...
 
-    async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
-        """Serve this retrieval checkpoint and this corpus together; None means the present one, read again.
+    async def reload_corpus(
+        self, checkpoint: str | None = None, corpus: str | None = None
+    ) -> tuple[ServedCorpus, bool]:
+        """Serve this retrieval checkpoint and this corpus together; None means the present one, read again. Return what serves, and whether
+        that has changed.
 
         Raises what `reload` raises, and NoCorpus if one is neither named nor served.
         """

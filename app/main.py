@@ -88,22 +88,22 @@ def create_app(
         ranker = create_ranker(settings, Metrics())
         if not has_settings:
             ranker.on_fatal = end_process
-    tracer, served = create_tracer(settings.tracing), create_served_log(settings.served, ranker.metrics)
+    tracer, served_log = create_tracer(settings.tracing), create_served_log(settings.served, ranker.metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ranker.start()
-        if served is not None:
-            served.start()
+        if served_log is not None:
+            served_log.start()
         yield
         on_stop(await ranker.stop(settings.drain.timeout_seconds))
-        if served is not None:
-            await asyncio.to_thread(served.close)
+        if served_log is not None:
+            await asyncio.to_thread(served_log.close)
         if tracer is not None:
             tracer.close()
 
     hosts = settings.allowed_hosts(settings.host)
-    app = _application(settings, ranker, hosts, tracer=tracer, served=served, lifespan=lifespan)
+    app = _application(settings, ranker, hosts, tracer=tracer, served_log=served_log, lifespan=lifespan)
     routers = [rank.router, retrieve.router, infer.router, operations.probes, operations.info]
     if settings.probes.port is None:
         routers.append(operations.metrics)
@@ -142,7 +142,7 @@ def _application(
     hosts: list[str],
     *,
     tracer: RequestTracer | None = None,
-    served: ServedLog | None = None,
+    served_log: ServedLog | None = None,
     operator: admin.Operator | None = None,
     lifespan: Any = None,
 ) -> FastAPI:
@@ -166,7 +166,7 @@ def _application(
         explanations=explain.Explanations(),
         about=operations.of_settings(settings),
         scrapes=operations.Scrapes(ranker.exposition),
-        served=served,
+        served_log=served_log,
         operator=operator,
         leavers=leavers,
         read_queue=ReadQueue(settings.queue.max_wait_seconds),

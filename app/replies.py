@@ -21,6 +21,8 @@ from model.exploration import draw_order, gumbel_noise
 from model.inputs import Scores
 from model.ranking import combine, magnitudes, offset, order_of
 
+JSON = "application/json"  # the media type of a reply
+
 Ids = Sequence[int | str] | NDArray[np.uint64]
 """Post ids as they are echoed."""
 

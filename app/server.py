@@ -4,7 +4,7 @@ what comes                    what the process does                             
 SIGTERM, SIGINT               readiness 503; serves for the drain delay; closes its listeners; answers   0
                               what was begun, for at most the drain timeout                              1 after it
 the same again, later         ends at once, if a second has passed since the first                       128 + signal
-SIGHUP                        reads the file of keys and the present checkpoint again                    –
+SIGHUP                        reads the file of keys, the checkpoints and the corpus again               –
 the first load fails          answers who waits; then as after the drain delay                           1
 the engine is lost            the same                                                                   70
 no address to listen on       ends                                                                       3
@@ -208,7 +208,7 @@ class Server(Port):
         self._loop.call_soon_threadsafe(self.drain)
 
     def handle_reload(self, sig: int, frame: FrameType | None) -> None:
-        """SIGHUP: read the keys and the present checkpoint again."""
+        """SIGHUP: read the keys again, then the checkpoints and the corpus."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.keys.read_again)
         if self.reload is not None:
@@ -283,13 +283,7 @@ def run(
     server.stopped, server.is_last = stopped, True
     server.announces, server.on_listening, server.ends_at_once = announces, on_listening, local is not None
     server.reload = None if local is None else local.reloads.reload_soon
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(server, sides))
-        end_if_failed(server.exit_code)
-    if ranker.has_running_threads():
-        logs.drain()
-        os._exit(server.exit_code)  # a thread that loads or hangs in native code would not survive an orderly end
-    return server.exit_code
+    return run_to_end(server, server.serve(server.sockets), sides)
 
 
 def run_engine(settings: Settings, engine: EngineProcess, path: str) -> int:
@@ -300,23 +294,27 @@ def run_engine(settings: Settings, engine: EngineProcess, path: str) -> int:
         sides = side_ports(settings, ranker, engine.exposition)
     except OSError:
         return EXIT_START
+    return run_to_end(engine, engine.serve(path), sides)
+
+
+def run_to_end(process: Server | EngineProcess, serving: Awaitable[object], sides: Sequence[Port]) -> int:
+    """Run what this process serves, and the ports at its side, in an event loop; the exit code of the process."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(serve_engine(engine, path, sides))
-        end_if_failed(code)
-    if ranker.has_running_threads():
+        runner.run(serve(serving, sides))
+        end_if_failed(process.exit_code)
+    if process.ranker.has_running_threads():
         logs.drain()
-        os._exit(code)
-    return code
+        os._exit(process.exit_code)  # a thread that loads or hangs in native code would not survive an orderly end
+    return process.exit_code
 
 
-async def serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) -> int:
-    """Rank for the workers that connect at `path`; the ports at the side answer until that has ended. Returns the exit code."""
+async def serve(serving: Awaitable[object], sides: Sequence[Port]) -> None:
+    """Await what is served; the ports at the side answer until that has ended."""
     others = [asyncio.ensure_future(side.serve(side.sockets)) for side in sides]
-    code = await engine.serve(path)
+    await serving
     for side in sides:
         side.should_exit = True
     await asyncio.gather(*others)
-    return code
 
 
 def side_ports(
@@ -357,15 +355,6 @@ def hung(reason: str) -> None:
     log.error("fatal", reason=reason)
     logs.drain()
     os._exit(EXIT_ENGINE_LOST)
-
-
-async def serve(server: Server, sides: Sequence[Port]) -> None:
-    """Serve all ports; those at the side answer until the service's has ended."""
-    others = [asyncio.ensure_future(side.serve(side.sockets)) for side in sides]
-    await server.serve(server.sockets)
-    for side in sides:
-        side.should_exit = True
-    await asyncio.gather(*others)
 
 
 def bind(host: str, port: int) -> list[socket.socket]:

@@ -554,13 +554,12 @@ class Settings(BaseSettings):
 
 def load_settings(
     argv: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
     program: str = "python -m app",
     *,
     with_posts: bool = False,
 ) -> Settings:
-    """Settings from flags, then the environment, then the file that `--config` or `RANKER_CONFIG` names, then defaults. `environ` is only
-    searched for unknown names and for that file. `--help` prints every setting and ends the process.
+    """Settings from flags, then the environment, then the file that `--config` or `RANKER_CONFIG` names, then defaults. `--help`
+    prints every setting and ends the process.
 
     If none of them names a checkpoint, it is the demo that is installed with the service. `with_posts` adds the demo's posts, which one
     process at a time can serve.
@@ -569,8 +568,7 @@ def load_settings(
     """
     names_by_flag = {_flag(name): name for name in names()}
     groups = {flag.partition(".")[0] for flag in names_by_flag}
-    environ = os.environ if environ is None else environ
-    config, flags = config_of(argv, environ)
+    config, flags = config_of(argv, os.environ)
     if {"--help", "-h"} & {*flags}:
         from app.settings_help import print_help
 
@@ -587,8 +585,8 @@ def load_settings(
                 f"{flag_name} is not a setting; the nearest one is {_nearest(flag_name, names_by_flag)}, "
                 "and --help lists them all"
             )
-    _refuse_unknown(environ, [*names_by_flag.values(), CONFIG])
-    for name, value in environ.items():
+    _refuse_unknown(os.environ, [*names_by_flag.values(), CONFIG])
+    for name, value in os.environ.items():
         if name.upper() == f"{PREFIX}AUTH__KEYS" and (problem := problem_of_keys(value)):
             raise SettingsProblem(f"{PREFIX}AUTH__KEYS: {problem}")
     kind = _with_file(_read_config(Path(config))) if config else Settings

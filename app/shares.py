@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def over_share(held: int, count: int, used: int, limit: int, share: float) -> int:
-    """By how much a key that holds `held` exceeds its share if it takes `count` more, where `used` of the limit are taken; at most 0 if it
-    does not.
+    """By how much a key would exceed its share of a budget; 0 or less if it would not. `held`: what the key holds; `count`: what it would
+    take; `used`: how much of the budget, which is `limit`, is taken.
 
     This is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times what is free. A key that is
     alone fills its share; the fuller the budget, the less each key may hold, so that a newcomer finds room. With a share of 1 there is
@@ -29,7 +29,7 @@ class Shares:
         self._held: dict[str | None, int] = {}  # of keys that hold something
 
     def has_room(self, key: str | None, count: int, own: int = 0, limit: int | None = None) -> bool:
-        """Whether a request that already holds `own` may take `count` more of the budget, or of a part of it."""
+        """Whether a request that already holds `own` may take `count` more. `limit`: of a part of the budget, by default all of it."""
         limit = self.limit if limit is None else limit
         if self.used + count > limit:
             return False

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.machine import ROOT
 
@@ -61,12 +62,9 @@ class Server:
         }
         return httpx.post(self.url + path, content=content, headers=fields, timeout=60, verify=PLAIN)
 
-    def metric(self, series: str) -> float:
-        """The sum of all samples whose line begins with these characters, 0 where there is none."""
-        lines = self.get("/metrics").text.splitlines()
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(series) and not line.startswith("#")
-        )
+    def metric(self, name: str, **labels: str) -> float:
+        """See `total`."""
+        return total(self.get("/metrics").text, name, **labels)
 
     def connect(self, seconds: float = 15.0) -> socket.socket:
         """A connection that fails rather than hangs."""
@@ -88,6 +86,13 @@ class Server:
             if line.startswith(name + ":"):
                 return int(line.split()[1])
         raise KeyError(name)
+
+
+def total(exposition: str, name: str, **labels: str) -> float:
+    """The sum of the samples of this name with these labels in the text of `/metrics`; 0 where there is none."""
+    families = text_string_to_metric_families(exposition)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def free_port() -> int:

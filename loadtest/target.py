@@ -8,9 +8,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.generate.traffic import ACTION_SHARES, TrafficSettings
+from loadtest.server import total
 
 
 class TargetError(RuntimeError):
@@ -51,8 +51,7 @@ class Target:
 
     def total(self, metric: str) -> float:
         """The sum of a metric over its series; 0 if there are none. Raises httpx.HTTPError without an answer."""
-        families = text_string_to_metric_families(httpx.get(f"{self.origin}/metrics", timeout=5).text)
-        return sum(sample.value for family in families for sample in family.samples if sample.name == metric)
+        return total(httpx.get(f"{self.origin}/metrics", timeout=5).text, metric)
 
     def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
         """A POST of a JSON body to this server, as bytes ready to send."""

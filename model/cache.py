@@ -73,9 +73,8 @@ class ContextCache(Generic[State]):
         self._prefixes = prefixes
         self._entries: OrderedDict[ContextKey, Entry[State]] = OrderedDict()
         self._latest: dict[int, ContextKey] = {}  # the user's most recent key, the only one tried as a prefix
-        self._handles: dict[
-            str, tuple[ContextKey, str, int]
-        ] = {}  # the entry's key, the caller, and how many items were dropped
+        # the entry's key, the caller, and how many items were dropped
+        self._handles: dict[str, tuple[ContextKey, str, int]] = {}
         self._secret = os.urandom(hashlib.blake2b.MAX_KEY_SIZE)
         self._bytes = self._hits = self._extended = self._misses = self._evictions = 0
 

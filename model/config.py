@@ -114,6 +114,11 @@ class ModelConfig:
         return self.max_post_age_minutes // self.post_age_granularity_minutes + 2
 
     @property
+    def has_extendable_contexts(self) -> bool:
+        """Whether a context keeps its numbers when newer events follow, so that the context cache may extend it."""
+        return self.context_attention == "causal" and not self.right_anchored
+
+    @property
     def code_rows(self) -> int:
         """Rows of the table of content codes: those of the first level, then those of the second …"""
         return self.code_levels * self.code_values

@@ -11,6 +11,7 @@ import torch
 from model.config import CandidatePositions
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, EngineInfo
+from model.layers import dtype_name
 from model.memory import engine_bytes, shortage, usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
@@ -67,7 +68,7 @@ def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
     dtype, positions = _dtype(options.dtype, device), options.candidate_positions
 
     def rung(name: str, kernels: Literal["triton", "torch"]) -> Rung:
-        trial = Trial(ranker.config, str(device), _name(dtype), positions, kernels)
+        trial = Trial(ranker.config, str(device), dtype_name(dtype), positions, kernels)
 
         def probe() -> str:
             try:
@@ -76,20 +77,11 @@ def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
                 return sentence(error)
             return try_in_child(trial)
 
-        return Rung(name, lambda: _on_card(ranker, options, device, kernels), probe, device)
+        return Rung(name, lambda: _split(ranker, options, device, kernels), probe, device)
 
     rungs = [rung("recorded", "triton"), rung("torch", "torch"), Rung("cpu", lambda: _for_cpu(ranker, options))]
-    info = EngineInfo(str(device), _name(dtype), "torch", positions, {})
+    info = EngineInfo(str(device), dtype_name(dtype), "torch", positions, {})
     return LadderEngine(ranker, rungs, info)
-
-
-def _on_card(
-    ranker: Ranker, options: EngineOptions, device: torch.device, kernels: Literal["triton", "torch"]
-) -> Engine:
-    from model.split.engine import SplitEngine
-
-    dtype, budget = _dtype(options.dtype, device), cache_budget(options.cache_bytes, device)
-    return SplitEngine(ranker, device, dtype, options.candidate_positions, budget, kernels=kernels)
 
 
 def _for_cpu(ranker: Ranker, options: EngineOptions) -> Engine:
@@ -126,12 +118,14 @@ def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
     )
 
 
-def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
+def _split(
+    ranker: Ranker, options: EngineOptions, device: torch.device, kernels: Literal["auto", "torch", "triton"] = "auto"
+) -> Engine:
     from model.split.engine import SplitEngine  # imported late: its kernels are not needed where the native engine runs
 
     dtype = _dtype(options.dtype, device)
     cache_bytes = cache_budget(options.cache_bytes, device)
-    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes)
+    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes, kernels=kernels)
 
 
 def cache_budget(requested_bytes: int | None, device: torch.device) -> int:
@@ -154,7 +148,3 @@ def _dtype(choice: Dtype, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, choice)
     return dtype
-
-
-def _name(dtype: torch.dtype) -> Literal["bfloat16", "float32"]:
-    return "bfloat16" if dtype == torch.bfloat16 else "float32"

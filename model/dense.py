@@ -16,7 +16,7 @@ from model.config import CandidatePositions
 from model.device import free_memory, losses_of
 from model.engine import CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
-from model.layers import attention_weights
+from model.layers import attention_weights, dtype_name
 from model.ranker import Ranker
 
 
@@ -37,7 +37,7 @@ class DenseEngine:
         self.ranker = ranker
         self.dtype = dtype
         self.device = ranker.tokens.user_projection.device
-        self.info = EngineInfo(str(self.device), str(dtype).removeprefix("torch."), "dense", candidate_positions, {})
+        self.info = EngineInfo(str(self.device), dtype_name(dtype), "dense", candidate_positions, {})
         self._named: ContextCache[None] = ContextCache(cache_bytes, prefixes=False)
 
     def warm_up(self) -> None:

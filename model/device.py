@@ -10,17 +10,17 @@ import torch
 
 from model.engine import EngineError
 
-_left: set[str] = set()
+_given_up: set[str] = set()  # kinds of devices
 
 
-def leave(device: torch.device, *, is_left: bool) -> None:
-    """Say whether every way of ranking on this kind of device failed its checks in this process, so that nothing else is tried there."""
-    (_left.add if is_left else _left.discard)(device.type)
+def set_given_up(device: torch.device, is_given_up: bool) -> None:
+    """Note whether every way of ranking on this kind of device failed its checks in this process: then nothing else is tried there."""
+    (_given_up.add if is_given_up else _given_up.discard)(device.type)
 
 
-def is_left(device: torch.device | str) -> bool:
-    """What `leave` was told last; False before."""
-    return torch.device(device).type in _left
+def is_given_up(device: torch.device | str) -> bool:
+    """What was noted last of this kind of device; False before."""
+    return torch.device(device).type in _given_up
 
 
 def is_lost(device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from model.config import ModelConfig
 Ids = NDArray[np.uint64]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
+NO_IDS = np.zeros(0, np.uint64)
 NO_CODES = np.zeros((0, 0), np.int64)
 CLOCK_SKEW_SECONDS = 300  # how far ahead of the impression a post may seem to be created
 FEW = 64  # up to this many numbers, Python compares faster than numpy
@@ -170,6 +171,9 @@ class Candidates:
             self.first_slot + start,
             self.codes[cut],
         )
+
+
+NO_CANDIDATES = Candidates(NO_IDS, NO_IDS, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,11 @@ def zeros(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(*shape))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without `torch.`, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Linear(nn.Module):
     """`x @ weight + bias`: weight `[in, out]` and bias `[out]`, if there is one, cast to the activation dtype."""
 

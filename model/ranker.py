@@ -16,7 +16,7 @@ from torch.nn import functional
 from model.batch import Batch
 from model.config import DWELL_HIDDEN_WIDTH, MAX_DWELL_SECONDS, ModelConfig
 from model.engine import EngineError
-from model.layers import Linear, make_recsys_attn_mask, zeros
+from model.layers import Linear, dtype_name, make_recsys_attn_mask, zeros
 from model.names import use_checkpoint_names
 from model.trunk import Transformer, make_norm
 
@@ -34,7 +34,7 @@ class EmbeddingTables(nn.Module):
         """The one dtype of all tables. Raises EngineError unless all are float32 or all bfloat16."""
         found = [table.dtype for table in (self.user, self.post, self.author)]
         if len(set(found)) > 1 or found[0] not in (torch.float32, torch.bfloat16):
-            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
+            dtypes = ", ".join(dtype_name(dtype) for dtype in found)
             raise EngineError(f"embedding tables must all be float32 or all bfloat16, got {dtypes}")
         return found[0]
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import errors, schema
-from app.api.caller import Headers, check_length, check_type, read_body
+from app.api.caller import JSON_ALONE, Headers, check_length, check_type, read_body
 from app.api.operations import json_reply
 from app.api.route import Route
 from app.api.state import state_of
@@ -69,7 +69,7 @@ async def read_operator(request: Request) -> bytes:
     check_length(headers, MAX_BODY_BYTES)
     body = await read_body(request.receive, request.scope["exchange"], state.bodies, MAX_BODY_BYTES, None)
     if body:
-        check_type(headers, (b"application/json",))
+        check_type(headers, JSON_ALONE)
         if b"content-encoding" in headers:
             raise UnsupportedMediaType("The body must not be compressed.")
     return body
@@ -94,32 +94,16 @@ async def reload(request: Request, body: Body) -> Response:
     with _problems():
         try:
             if is_of_corpus:
-                return json_reply(await _reload_corpus(ranker, retrieval, corpus))
-            return json_reply(await _reload_checkpoint(ranker, checkpoint))
+                served, is_changed = await ranker.reloads.reload_corpus(retrieval, corpus)
+                now_served = {"retrieval": _named(served.manifest), "corpus": _named(served.corpus)}
+            else:
+                model, is_changed = await ranker.reloads.reload(checkpoint)
+                now_served = {"model": _named(model.manifest)}
         except CheckpointNotFound:
             if names != [None, None, None]:
                 raise NotFound(NOT_BELOW_ROOT) from None
             raise ReloadRefused("The current checkpoint is no longer below the configured root.") from None
-
-
-async def _reload_checkpoint(ranker: ReloadableService, name: str | None) -> dict[str, Any]:
-    before = ranker.model().manifest.digest if ranker.health().started else None
-    manifest = (await ranker.reloads.reload(name)).manifest
-    return {"model": _named(manifest), "result": _result(before == manifest.digest)}
-
-
-async def _reload_corpus(ranker: ReloadableService, retrieval: str | None, corpus: str | None) -> dict[str, Any]:
-    async def identity() -> object:
-        state = await ranker.corpus.state()
-        if state is None:
-            return None
-        served = ranker.corpus.served
-        return served.manifest.digest, served.corpus.digest, served.hidden, state.mark
-
-    before = await identity()
-    served = await ranker.reloads.reload_corpus(retrieval, corpus)
-    is_same = before is not None and before == await identity()
-    return {"retrieval": _named(served.manifest), "corpus": _named(served.corpus), "result": _result(is_same)}
+    return json_reply({**now_served, "result": "reloaded" if is_changed else "unchanged"})
 
 
 @router.post("/admin/posts", response_class=Response)
@@ -154,7 +138,3 @@ def _problems() -> Iterator[None]:
 
 def _named(manifest: Any) -> dict[str, str]:
     return {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
-
-
-def _result(is_same: bool) -> str:
-    return "unchanged" if is_same else "reloaded"

@@ -28,7 +28,9 @@ from app.errors import (
     UnsupportedCoding,
     UnsupportedMediaType,
 )
-from app.interface import PlaceRequest
+from app.features import CheckedRequest
+from app.interface import PlaceRequest, Ranked
+from app.replies import Placement
 from app.settings import Auth, SettingsProblem
 from app.shares import Shares
 from app.telemetry.exchange import Exchange
@@ -158,6 +160,12 @@ class CallerInfo:
             exchange.request_id = request_id
         if history > config.history_length:
             self.state.ranker.metrics.history_truncated.inc()
+
+    def note_served(self, checked: CheckedRequest, ranked: Ranked, placement: Placement) -> None:
+        """Note the probabilities that the reply holds, for the metrics, and have the log of what was served take the ranking."""
+        self.exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
+        if self.state.served_log is not None and len(checked.candidates):
+            self.state.served_log.record(checked, ranked, placement, self.key)
 
 
 def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo]]:

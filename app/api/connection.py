@@ -297,7 +297,7 @@ class Connection(HttpToolsProtocol):
         )
         self.transport.write(head + b"connection: close\r\n\r\n" + text)
         if waits:
-            self.leave()
+            self.disconnected()
         self.linger()
 
     def close(self) -> None:
@@ -319,7 +319,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
             self.transport.resume_reading()
 
-    def leave(self) -> None:
+    def disconnected(self) -> None:
         """Tell the application that nobody waits for its reply."""
         self.cycle.disconnected = True
         self.cycle.message_event.set()

@@ -21,7 +21,6 @@ from starlette.responses import Response
 from app import replies, schema
 from app.api.caller import Caller, CallerInfo
 from app.api.in_flight import InFlight
-from app.api.rank import JSON
 from app.api.route import Route
 from app.api.state import state_of
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
@@ -73,7 +72,7 @@ class Explanations:
             self._keys.discard(key)
 
 
-async def check_room(request: Request) -> None:
+async def check_no_explanation(request: Request) -> None:
     """Refuse before the body is read: first a caller without a key, then one whose key already has an explanation. Raises Unauthorized or
     Overloaded."""
     state = state_of(request)
@@ -82,7 +81,7 @@ async def check_room(request: Request) -> None:
 
 @router.post(
     "/explain",
-    dependencies=[Depends(check_room)],
+    dependencies=[Depends(check_no_explanation)],
     openapi_extra=schema.body_of(ExplainRequest),
     response_class=Response,
     responses=schema.reply_of(ExplainReply, "Why candidates rank where they do.") | PROBLEMS,
@@ -111,7 +110,7 @@ async def explain(caller: Caller) -> Response:
             await asyncio.sleep(0)  # let other requests in
         exchange.stages["serialize"] = time.perf_counter() - started
         exchange.passed([("serialize", exchange.stages["serialize"])])
-    return Response(b"".join(written), media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
+    return Response(b"".join(written), media_type=replies.JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
 async def _question(caller: CallerInfo, model: ServedModel) -> Question:

@@ -77,7 +77,7 @@ class InFlight:
             return ranked
 
     async def _reserve(self, job: Job, departures: int) -> None:
-        """Reserve a place for a job that was refused when so many requests had left."""
+        """Reserve a place for a refused job. `departures`: how many requests had left the queue before the try that was refused."""
         while True:
             await self._departure_after(departures)
             departures = self._departures
@@ -94,11 +94,12 @@ class InFlight:
         return self._candidates >= self._batching.max_candidates or self._tokens >= self._batching.max_context_tokens
 
     def _may_try_again(self, departures: int) -> bool:
-        """Whether a request that was refused may find room, as others of the call are in the queue or have left it since so many had."""
+        """Whether a refused request may find room at another try: others of the call are in the queue, or more than `departures` have left
+        it."""
         return self._jobs > 0 or self._departures > departures
 
     async def _departure_after(self, departures: int) -> None:
-        """Return once more requests have left the queue, or none is in it."""
+        """Return once more than `departures` requests have left the queue, or none is in it."""
         while self._jobs and self._departures == departures:
             await self._change()
 

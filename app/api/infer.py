@@ -13,7 +13,7 @@ from starlette.responses import Response
 from app import replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, deadline_of
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
-from app.api.rank import JSON, timings_of
+from app.api.rank import note_timings
 from app.api.route import Route
 from app.api.state import state_of
 from app.errors import InvalidRequest, ModelNotFound
@@ -176,16 +176,14 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
             endpoint, name = f"/v2{MODEL}/infer", exchange.request_id
             checked = tensors.check(tensor_request, model.vocabulary, model.manifest.config, endpoint, name)
         ranked = await state.ranker.rank(job, checked.context, checked.candidates)
-    timings = timings_of(exchange, exchange.stages["parse"], ranked)
-    exchange.scored.append((model.vocabulary.action_names, ranked.scores.probabilities))
+    timings = note_timings(exchange, exchange.stages["parse"], ranked)
     with exchange.measured("serialize"):
         placement = replies.placement_of(checked, ranked.scores)
         text, binary = tensors.render(tensor_request, checked, ranked, placement, timings)
-        if state.served is not None:
-            state.served.record(checked, ranked, placement, exchange.key)
+        caller.note_served(checked, ranked, placement)
     fields = replies.headers_of(model, ranked, exchange)
     if not any(tensor_request.outputs.values()):
-        return Response(text, media_type=JSON, headers=fields)
+        return Response(text, media_type=replies.JSON, headers=fields)
     return Response(text + binary, media_type=BINARY, headers=fields | {LENGTH_HEADER: str(len(text))})
 
 

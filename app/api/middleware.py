@@ -1,4 +1,4 @@
-"""The one middleware: names, counts, logs and traces every request, and turns what an endpoint raises into a problem."""
+"""The middlewares: one names, counts, logs and traces every request, and turns what an endpoint raises into a problem; one checks hosts."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from app.errors import (
     TooLarge,
     service_error_of,
 )
+from app.replies import timings_of
 from app.schema import is_request_id
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import AccessLine, access, of_exception
@@ -42,9 +43,8 @@ PROBES = frozenset({"/livez", "/readyz", "/health", "/startupz", "/metrics", "/v
 OTHER = "other"
 UNMATCHED = "unmatched"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
-MOST_TARGET_BYTES = (
-    4096  # of path and query: no endpoint reads a query, and the longest path holds a model's name and version
-)
+# of path and query: no endpoint reads a query, and the longest path holds a model's name and version
+MOST_TARGET_BYTES = 4096
 MOST_DRAINED_BYTES = 64 * 2**20
 CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
 
@@ -206,7 +206,7 @@ class RequestMiddleware:
             exchange.history,
             exchange.requests,
             exchange.cache,
-            {stage: round(value * 1e6) / 1e3 for stage, value in exchange.stages.items()},
+            timings_of(exchange.stages),
             trace_id,
             event="probe" if is_probe else "request",
         )

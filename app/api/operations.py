@@ -20,6 +20,7 @@ from app.api.route import Route
 from app.api.state import state_of
 from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import CorpusState, Health, RankingService
+from app.replies import JSON
 from app.schema import problems_of
 from app.settings import Settings
 from app.telemetry.metrics import CONTENT_TYPE
@@ -107,7 +108,7 @@ def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 def json_reply(content: dict[str, Any]) -> Response:
     """200 with JSON."""
-    return Response(orjson.dumps(content), media_type="application/json")
+    return Response(orjson.dumps(content), media_type=JSON)
 
 
 @probes.get("/livez", responses=answers(Status), response_class=Response)

@@ -22,6 +22,7 @@ from app.api.route import Route
 from app.api.state import state_of
 from app.errors import NotFound, ServiceError
 from app.interface import RankingService
+from app.replies import JSON
 from app.settings import Settings
 from weights.format.manifest import MANIFEST_NAME
 
@@ -75,8 +76,8 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
     router = APIRouter(include_in_schema=False, route_class=Route)
     folders = FOLDERS if settings.explores else FOLDERS[:2]
     files = {path.name: _file(path) for folder in folders for path in _files(*folder)}
-    described = CachedReply(lambda key: orjson.dumps(_with_examples(document(), key)), "application/json")
-    beside = CachedReply(lambda key: orjson.dumps(carried(settings.checkpoint, key.split()[0])), "application/json")
+    described = CachedReply(lambda key: orjson.dumps(_with_examples(document(), key)), JSON)
+    beside = CachedReply(lambda key: orjson.dumps(carried(settings.checkpoint, key.split()[0])), JSON)
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:

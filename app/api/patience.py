@@ -20,8 +20,9 @@ SHARE_LOST, SHARE_WON = 0.03, 0.003  # by a reply that came too late, and by one
 class Patience:
     """How long the callers of one kind lately waited before they left without their reply: a guess of when those who wait now will leave.
 
-    It counts for nothing while few callers leave, or all in the same moment. Then it counts until almost nobody leaves, so that longer
-    waits are tried again: where it is just enough for most, those who leave a little before their reply are taken for answered.
+    The guess is used once enough callers leave, and not all in one moment. It is dropped when almost nobody leaves, so that longer waits
+    are tried again. The share of leavers at which it is dropped is smaller than the one at which it is first used: a caller who leaves just
+    before the reply is taken for answered, so when waits are only just short enough, fewer seem to leave than do.
     `reply_seconds`: how long replies lately took from the turn in which the body was read. What a request waits for besides the engine is
     not predicted, so replies are wanted earlier the more of them come too late.
     """

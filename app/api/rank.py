@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
 
-import numpy as np
 import orjson
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -24,12 +23,9 @@ from app.interface import Job, PlaceRequest, Ranked, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
 from model.engine import CacheResult
-from model.inputs import Candidates
+from model.inputs import NO_CANDIDATES
 
-JSON = "application/json"
 RANK, CONTEXT = Decoder(RankRequest), Decoder(ContextRequest)
-NO_IDS, NO_NUMBERS = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-NO_CANDIDATES = Candidates(NO_IDS, NO_IDS, NO_NUMBERS, NO_NUMBERS)
 RANKED = schema.reply_of(RankReply, "The ranking.") | PROBLEMS
 
 router = APIRouter(tags=["ranking"], route_class=Route)
@@ -66,7 +62,7 @@ async def rank_batch(caller: Caller) -> Response:
     bodies = [result.body if isinstance(result, Result) else _failed(result) for result in results]
     body = b"[%b]" % b",".join(bodies)
     fields = replies.headers(model.manifest.version, cache, exchange, handle)
-    return Response(body if is_bare else b'{"results":%b}' % body, media_type=JSON, headers=fields)
+    return Response(body if is_bare else b'{"results":%b}' % body, media_type=replies.JSON, headers=fields)
 
 
 @router.post(
@@ -103,10 +99,10 @@ async def context(caller: Caller) -> Response:
             user = features.context_of(context_request, vocabulary, config)
         del context_request  # as in `_rank`
         ranked = await state.ranker.rank(job, user, NO_CANDIDATES)
-    timings = timings_of(exchange, exchange.stages["parse"], ranked)
+    timings = note_timings(exchange, exchange.stages["parse"], ranked)
     with exchange.measured("serialize"):
         body = replies.context_reply(ranked, request_id, vocabulary, timings)
-    return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
+    return Response(body, media_type=replies.JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
 async def _rank(caller: CallerInfo, name: str = "") -> Response:
@@ -118,7 +114,7 @@ async def _rank(caller: CallerInfo, name: str = "") -> Response:
         del rank_request  # its objects take several times the memory of the arrays that wait
         ranked = await ranker.rank(job, checked.context, checked.candidates)
     body = _reply(caller, checked, ranked, exchange.stages["parse"])
-    return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
+    return Response(body, media_type=replies.JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
 # --- The steps of a ranking, which one request and those of a batch share --------------------------------------------------------------
@@ -140,19 +136,18 @@ def _check(exchange: Exchange, model: ServedModel, rank_request: RankRequest) ->
 
 
 def _reply(caller: CallerInfo, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
-    """Write the reply, and have the log of what was served take it."""
-    exchange, served = caller.exchange, caller.state.served
-    timings = timings_of(exchange, parse_seconds, ranked)
-    exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
+    """Write the reply, and note what was served."""
+    exchange = caller.exchange
+    timings = note_timings(exchange, parse_seconds, ranked)
     with exchange.measured("serialize"):
         body, placement = replies.rank_reply(checked, ranked, timings)
-        if served is not None:
-            served.record(checked, ranked, placement, exchange.key)
+        caller.note_served(checked, ranked, placement)
     return body
 
 
-def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
-    """Return a reply's timings; the call's stages are those of its slowest request, since requests of a batch run side by side."""
+def note_timings(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
+    """Note how long a request waited and was computed, and return its reply's timings. The call's stages are those of its slowest request,
+    since requests of a batch run side by side."""
     seconds = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
     for stage in ("queue", "forward"):
         exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), seconds[stage])

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo
-from app.api.rank import JSON, NO_CANDIDATES
 from app.api.route import Route
 from app.errors import (
     CorpusBehind,
@@ -33,7 +32,7 @@ from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, Re
 from app.settings import Limits
 from app.vocabulary import Vocabulary
 from model.config import ModelConfig
-from model.inputs import Candidates, Context, Scores, age_bucket, codes_fitting, created_within
+from model.inputs import NO_CANDIDATES, Candidates, Context, Scores, age_bucket, codes_fitting, created_within
 from model.retrieval.inputs import AT_LEAST, Filters, Query, Retrieved
 from weights.format.manifest import Manifest
 
@@ -72,7 +71,7 @@ async def retrieve(caller: Caller) -> Response:
     with exchange.measured("serialize"):
         body = _reply(retrieve_request, search_result, served, replies.timings_of(exchange.stages))
     fields = replies.headers(served.manifest.version, "hit" if search_result.posts.cached else "miss", exchange)
-    return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
+    return Response(body, media_type=replies.JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
 
 
 @router.post(
@@ -98,14 +97,12 @@ async def recommend(caller: Caller) -> Response:
         with exchange.measured("parse"):
             query, checked = _check(caller, recommend_request, k, model, served)
         search_result, ranked = await _search_and_rank(caller, job, served, query, checked)
-    exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
         placement = replies.placement_of(checked, ranked.scores)
         body = _recommended(served, search_result, checked, ranked, placement, replies.timings_of(exchange.stages))
-        if state.served is not None and len(checked.candidates):
-            state.served.record(checked, ranked, placement, exchange.key)
+        caller.note_served(checked, ranked, placement)
     fields = replies.headers_of(model, ranked, exchange)
-    return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
+    return Response(body, media_type=replies.JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
 
 
 def _check(

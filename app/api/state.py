@@ -25,7 +25,7 @@ class AppState:
     """The `app.state` of our applications.
 
     `bodies`: bytes of the bodies that are being read. `batches`: candidates of the batches that are being ranked. `about`: what of /info
-    does not change. `served`: the log of what was served, None where it is off. `operator`: None on all ports but the admin's.
+    does not change. `served_log`: the log of what was served, None where it is off. `operator`: None on all ports but the admin's.
     `leavers`: when callers leave. `read_queue`: bodies that have come and are not read yet.
     """
 
@@ -39,7 +39,7 @@ class AppState:
     scrapes: Scrapes
     leavers: Leavers
     read_queue: ReadQueue
-    served: ServedLog | None = None
+    served_log: ServedLog | None = None
     operator: Operator | None = None
 
 

@@ -105,7 +105,7 @@ class Searches:
             if self._load is None or None in self._paths:
                 raise NoCorpus
             raise CorpusNotLoaded(retry_after_seconds=LOADING_SECONDS)
-        loaded: LoadedCorpus = self.versions.current.model
+        loaded: LoadedCorpus = self.versions.current.loaded
         return loaded
 
     # life
@@ -136,7 +136,7 @@ class Searches:
                 before = self._held
                 scheduler = await self.versions.load(lambda steps: load(checkpoint, corpus, before))
                 self.versions.install(scheduler)
-                self._held, self._paths = scheduler.model, (checkpoint, corpus)
+                self._held, self._paths = scheduler.loaded, (checkpoint, corpus)
                 if before is not None:
                     before.changes.close()
                 if self.feed is not None:
@@ -239,7 +239,7 @@ class Searches:
         pause, (checkpoint, corpus) = AGAIN_SECONDS, self._paths
         assert checkpoint is not None
         assert corpus is not None
-        while self.versions.current is not None and self.versions.current.model is behind:
+        while self.versions.current is not None and self.versions.current.loaded is behind:
             try:
                 await self.swap(checkpoint, corpus)
             except Exception as error:
@@ -254,7 +254,7 @@ class Searches:
         query, scheduler = request.query, self.versions.schedulers.get(served)
         if scheduler is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
-        if query.at_least and not scheduler.model.engine.mark.reaches(query.at_least):
+        if query.at_least and not scheduler.loaded.engine.mark.reaches(query.at_least):
             raise CorpusBehind(retry_after_seconds=1.0)
         if query.handle:
             query = self._handles.query(query, served.manifest, request.key, is_counted=not request.has_place)

@@ -33,7 +33,7 @@ from app.processes.messages import (
     FromWorker,
     Rank,
     Search,
-    Served,
+    ServedNow,
     decoder,
     encode,
 )
@@ -47,13 +47,11 @@ LOOK_SECONDS = 0.01  # between two looks for a change that workers should know
 SIGN_OF_LIFE_SECONDS = 1.0
 REPLACED_SECONDS = 5.0  # at least this long a replaced version is kept for requests that workers have read for it
 SCRAPE_SECONDS = 1.0  # for a worker to tell its metrics; one that is stopped is left out
-SAME_FAULT_SECONDS = (
-    10.0  # between two log lines about the sending of the state, which is tried again every `LOOK_SECONDS`
-)
+# between two log lines about the sending of the state, which is tried again every `LOOK_SECONDS`
+SAME_FAULT_SECONDS = 10.0
 LAST_SECONDS = 5.0  # how much longer than their drain the workers may take before this process ends without them
 
-
-log = structlog.get_logger("app.processes.engine")
+log = structlog.get_logger("app.processes.engine_process")
 
 
 @dataclass(slots=True)
@@ -114,10 +112,8 @@ class EngineProcess:
         """
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (
-                signal.SIGTERM,
-                signal.SIGINT,
-            ):  # asyncio's own would be gone with the loop, before the process ends
+            # asyncio's own would be gone with the loop, before the process ends
+            for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: loop.is_closed() or loop.call_soon_threadsafe(self.end))
             loop.add_signal_handler(signal.SIGHUP, self.ranker.reloads.reload_soon)
         server = await loop.create_unix_server(
@@ -213,8 +209,8 @@ class EngineProcess:
             return Place(held.enter_context(self.ranker.admit(model, request)), held.pop_all())
 
     async def _rank(self, peer: Peer, question: Rank) -> Any:
-        place = peer.places.pop(question.place, None)
-        if place is None and question.place:
+        place = peer.places.pop(question.place_id, None)
+        if place is None and question.place_id:
             raise NotReady("The place of this request is gone.", retry_after_seconds=0.0)
         with ExitStack() as held:
             if place is not None:
@@ -242,7 +238,7 @@ class EngineProcess:
         scheduler = self._schedulers.get(number)
         if scheduler is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
-        return scheduler.model.served
+        return scheduler.loaded.served
 
     # what workers know
 
@@ -284,11 +280,11 @@ class EngineProcess:
                 kept_seconds = max(REPLACED_SECONDS, self.settings.deadline.default_seconds)
                 asyncio.get_running_loop().call_later(kept_seconds, self._leave, number)
 
-    def _described(self, scheduler: Scheduler[Any] | None) -> Served | None:
+    def _described(self, scheduler: Scheduler[Any] | None) -> ServedNow | None:
         """What serves, with its number, which a new version gets here."""
         if scheduler is None:
             return None
-        served = scheduler.model.served
+        served = scheduler.loaded.served
         if served not in self._named:
             self._named[served] = number = next(self._numbers)
             self._schedulers[number] = scheduler
@@ -296,7 +292,7 @@ class EngineProcess:
         for served_before in (self._state.model, self._state.corpus):
             if served_before is not None and served_before.number == self._named[served]:
                 return served_before
-        return Served.of(self._named[served], served)
+        return ServedNow.of(self._named[served], served)
 
     def _leave(self, number: int) -> None:
         self._schedulers.pop(number).leave()

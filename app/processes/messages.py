@@ -39,7 +39,7 @@ class Admit(msgspec.Struct, tag=True):
 
 
 class Rank(msgspec.Struct, tag=True):
-    """Rank the candidates with the model of this number. `context`: or its handle. `place`: the id of the `Admit` that was answered, 0
+    """Rank the candidates with the model of this number. `context`: or its handle. `place_id`: the id of the `Admit` that was answered, 0
     for a request that is admitted or refused now."""
 
     id: int
@@ -47,7 +47,7 @@ class Rank(msgspec.Struct, tag=True):
     context: Context | str
     candidates: Candidates
     request: PlaceRequest
-    place: int = 0
+    place_id: int = 0
 
 
 class Search(msgspec.Struct, tag=True):
@@ -101,8 +101,8 @@ class Failed(msgspec.Struct, tag=True):
         return kind(self.detail, retry_after_seconds=self.retry_after_seconds)
 
 
-class Served(msgspec.Struct):
-    """A model, or towers with a corpus, by its number. Manifests are as on disk."""
+class ServedNow(msgspec.Struct):
+    """A model, or a retrieval checkpoint with a corpus, by its number. Manifests are as on disk."""
 
     number: int
     manifest: bytes
@@ -113,7 +113,7 @@ class Served(msgspec.Struct):
     notes: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, number: int, served: ServedModel | ServedCorpus) -> Served:
+    def of(cls, number: int, served: ServedModel | ServedCorpus) -> ServedNow:
         """From what the engine process serves."""
         if isinstance(served, ServedModel):
             return cls(number, served.manifest.to_json(), served.engine)
@@ -125,7 +125,7 @@ class Served(msgspec.Struct):
         assert self.engine is not None
         return ServedModel(Manifest.from_json(self.manifest), self.engine)
 
-    def towers(self) -> ServedCorpus:
+    def served_corpus(self) -> ServedCorpus:
         """The corpus as the worker names it."""
         corpus = CorpusManifest.from_json(self.corpus)
         return ServedCorpus(Manifest.from_json(self.manifest), corpus, self.hidden, self.duplicates, self.notes)
@@ -136,8 +136,8 @@ class EngineState(msgspec.Struct, tag=True):
     `outlook`: what awaits the next request, sent often while requests are refused; None while none are."""
 
     health: Health
-    model: Served | None = None
-    corpus: Served | None = None
+    model: ServedNow | None = None
+    corpus: ServedNow | None = None
     closed: str = ""
     retry_after_seconds: float = 0.0
     outlook: Outlook | None = None

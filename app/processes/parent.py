@@ -1,7 +1,7 @@
 """The parent of several processes: binds the sockets, starts one engine process and the workers, and starts again what ends.
 
 SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal, a second later or more, ends all at once
-SIGHUP             the workers read the file of keys again, the engine process the present checkpoint
+SIGHUP             the workers read the file of keys again, the engine process the checkpoints and the corpus
 a worker ends      it is started again; a process that stays stopped (SIGSTOP) is killed first
 no worker starts   all end: with 2 if the settings cannot be used, else as the last one that failed several times in a row
 the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70
@@ -122,7 +122,7 @@ class Child:
         self.start_at = 0.0
         self.stopped_since: float | None = None  # monotonic seconds
         self.process: subprocess.Popen[bytes] | None = None
-        self.pipe: int | None = None  # the descriptor that a worker's process is heard at once it listens
+        self.pipe: int | None = None  # the descriptor from which the parent reads that a worker listens
         self.listened = False
 
     def start(self) -> None:

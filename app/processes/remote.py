@@ -76,16 +76,16 @@ log = structlog.get_logger("app.processes.remote")
 
 @dataclass(slots=True, eq=False)
 class RemoteJob:
-    """A request that the engine process admits or refuses when it is reserved, or else when it is sent. `link` and `place` say where it is
-    reserved; the place is 0 without one."""
+    """A request that the engine process admits or refuses when it is reserved, or else when it is sent. `link` and `place_id` say
+    where it is reserved; the id is 0 without a place."""
 
     model: ServedModel
     request: PlaceRequest
     link: Link | None = None
-    place: int = 0
+    place_id: int = 0
 
 
-class NumberedModel(NamedTuple):
+class Numbered(NamedTuple):
     """What serves, with the engine process's number for it."""
 
     number: int
@@ -107,12 +107,12 @@ class RemoteService:
         self._path = path
         self._worker = worker
         self._link: Link | None = None
-        self._model: NumberedModel | None = None
-        self._towers: NumberedModel | None = None
+        self._model: Numbered | None = None
+        self._served_corpus: Numbered | None = None
         self._served: dict[int, Any] = {}  # models and corpora that serve or did lately, by number
         self._heard = 0.0
         self._questions: Counter[str | None] = Counter()  # without an answer, by API key
-        self._costs: Counter[str | None] = Counter()  # candidates and history events of those questions, by API key
+        self._sizes: Counter[str | None] = Counter()  # candidates and history events of those questions, by API key
         self._refused_at = float("-inf")  # clock seconds when the engine process last refused a request of this worker
         self._is_draining = self._refuses = self._has_started = False
         self._task: asyncio.Task[None] | None = None
@@ -172,7 +172,7 @@ class RemoteService:
 
     def _lose(self) -> None:
         self._link, self.state = None, ENDED
-        self._model = self._towers = None
+        self._model = self._served_corpus = None
         self._served.clear()
         self.linked.clear()
         if not self._refuses:
@@ -197,18 +197,18 @@ class RemoteService:
         elif self._model is None or self._model.number != message.model.number:
             self._model = self._numbered(message.model.number, message.model.model)
         if message.corpus is None:
-            self._towers = None
-        elif self._towers is None or self._towers.number != message.corpus.number:
-            self._towers = self._numbered(message.corpus.number, message.corpus.towers)
+            self._served_corpus = None
+        elif self._served_corpus is None or self._served_corpus.number != message.corpus.number:
+            self._served_corpus = self._numbered(message.corpus.number, message.corpus.served_corpus)
         self.linked.set()
 
-    def _numbered(self, number: int, make: Callable[[], Any]) -> NumberedModel:
+    def _numbered(self, number: int, make: Callable[[], Any]) -> Numbered:
         if number not in self._served:
             self._served[number] = make()
-            serving = {numbered.number for numbered in (self._model, self._towers) if numbered is not None}
+            serving = {numbered.number for numbered in (self._model, self._served_corpus) if numbered is not None}
             for old in sorted(self._served.keys() - serving)[:-REPLACED_KEPT]:
                 del self._served[old]
-        return NumberedModel(number, self._served[number])
+        return Numbered(number, self._served[number])
 
     # admission
 
@@ -250,8 +250,8 @@ class RemoteService:
         try:
             yield job
         finally:
-            if job.link is not None and job.place:  # reserved, and not ranked to the end
-                job.link.send(Cancel(job.place))
+            if job.link is not None and job.place_id:  # reserved, and not ranked to the end
+                job.link.send(Cancel(job.place_id))
 
     def kept(self, model: ServedModel) -> AbstractContextManager[None]:
         """See `interface.RankingService.kept`."""
@@ -282,7 +282,7 @@ class RemoteService:
         way: other keys do not answer for what it sends. If very much waits, the engine process does not read, and nobody may send more."""
         if not link.is_congested:
             return False
-        has_large_part = key in self._costs and self._costs[key] * len(self._costs) >= self._costs.total()
+        has_large_part = key in self._sizes and self._sizes[key] * len(self._sizes) >= self._sizes.total()
         return has_large_part or link.unread_bytes > MOST_UNREAD_BYTES
 
     def _down(self) -> ServiceError:
@@ -298,20 +298,20 @@ class RemoteService:
         raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
 
     async def ask(
-        self, make: Callable[[int], Any], result: Any, deadline: float | None, key: str | None, cost: int
+        self, make: Callable[[int], Any], result: Any, deadline: float | None, key: str | None, size: int
     ) -> Any:
-        """Ask the engine process on behalf of this key. `cost`: how many candidates and history events the question holds. Raises
+        """Ask the engine process on behalf of this key. `size`: how many candidates and history events the question holds. Raises
         EngineDown where the process ends, and DeadlineExceeded where it does not answer in time."""
-        cost += 1
+        size += 1
         self._questions[key] += 1
-        self._costs[key] += cost
+        self._sizes[key] += size
         try:
             return await self._answer(lambda link: link.ask(make, result), deadline)
         finally:
             self._questions[key] -= 1
-            self._costs[key] -= cost
+            self._sizes[key] -= size
             if not self._questions[key]:
-                del self._questions[key], self._costs[key]
+                del self._questions[key], self._sizes[key]
 
     async def call(self, method: str, *arguments: Any, deadline: float | None = None) -> Any:
         """Call a method of the engine process. Raises as `ask` does."""
@@ -336,32 +336,32 @@ class RemoteService:
     async def reserve(self, job: Job) -> None:
         """Have the engine process admit it before its work is known."""
         assert isinstance(job, RemoteJob)
-        if job.place:
+        if job.place_id:
             return
-        number, request, link, place = self.number_of(job.model), self._with_deadline(job.request), self._link, 0
+        number, request, link, place_id = self.number_of(job.model), self._with_deadline(job.request), self._link, 0
 
         def admit(id: int) -> Admit:
-            nonlocal place
-            place = id
+            nonlocal place_id
+            place_id = id
             return Admit(id, number, request)
 
-        await self.ask(admit, None, request.deadline, request.key, cost=0)
-        job.link, job.place = link, place
+        await self.ask(admit, None, request.deadline, request.key, size=0)
+        job.link, job.place_id = link, place_id
 
     async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
         """Have the engine process rank it, which admits it first unless it is reserved."""
         assert isinstance(job, RemoteJob)
-        if job.link is not self._link and job.place:
+        if job.link is not self._link and job.place_id:
             raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         number, request = self.number_of(job.model), self._with_deadline(job.request)
         ranked = await self.ask(
-            lambda id: Rank(id, number, context, candidates, request, job.place),
+            lambda id: Rank(id, number, context, candidates, request, job.place_id),
             Ranked,
             request.deadline,
             request.key,
-            cost=request.candidates + request.history,
+            size=request.candidates + request.history,
         )
-        job.place = 0
+        job.place_id = 0
         return cast(Ranked, ranked)
 
     def _with_deadline(self, request: PlaceRequest) -> PlaceRequest:
@@ -407,9 +407,9 @@ class RemoteService:
         return cast(bytes, await self.call("exposition", deadline=self.clock() + SILENT_SECONDS))
 
     @property
-    def towers(self) -> ServedCorpus | None:
-        """The towers and corpus that serve, as last told."""
-        return None if self._towers is None else cast(ServedCorpus, self._towers.served)
+    def served_corpus(self) -> ServedCorpus | None:
+        """The corpus that serves, with its retrieval checkpoint, as last told."""
+        return None if self._served_corpus is None else cast(ServedCorpus, self._served_corpus.served)
 
 
 class RemoteCorpus:
@@ -421,7 +421,7 @@ class RemoteCorpus:
     @property
     def served(self) -> ServedCorpus:
         """See `interface.CorpusService.served`."""
-        served = self._ranker.towers
+        served = self._ranker.served_corpus
         if served is None:
             if self._ranker.settings.retrieval.checkpoint is None:
                 raise NoCorpus
@@ -436,7 +436,7 @@ class RemoteCorpus:
             SearchResult,
             request.deadline,
             request.key,
-            cost=len(request.query.context),
+            size=len(request.query.context),
         )
         return cast(SearchResult, result)
 

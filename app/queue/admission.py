@@ -55,8 +55,8 @@ class Refusal:
 
 
 class Wait(NamedTuple):
-    """A job's predicted wait: seconds until its first forward, how many full forwards come before that one, and how many tokens of other
-    jobs it holds."""
+    """A job's predicted wait for its first forward. `seconds`: until that forward begins. `forwards`: how many full ones come before it.
+    `shared_cost`: how many tokens of other jobs are in it."""
 
     seconds: float
     forwards: int

@@ -16,7 +16,7 @@ from app.settings import Batching
 class Work:
     """What policy sees of a job: how much it is, its API key and its deadline.
 
-    `context_tokens` are user and history. `chunks` is how many chunks it is served in, `served` counts the candidates of finished ones.
+    `context_tokens` are user and history. `chunks` is how many chunks it is computed in, `computed` counts the candidates of finished ones.
     Times are clock seconds; `leaves_at` is when the caller will likely have left; `key` is the caller's API key, by name. `rated` is how
     many candidates count in the key's rate, None for its own.
     """
@@ -28,7 +28,7 @@ class Work:
     key: str | None = None
     leaves_at: float = float("inf")
     arrived: float = 0.0
-    served: int = 0
+    computed: int = 0
     rated: int | None = None
 
     @property
@@ -59,7 +59,7 @@ class Chunk(msgspec.Struct, Generic[JobT], frozen=True, eq=False):
 
 
 def chunk_count(candidates: int, batching: Batching) -> int:
-    """Number of chunks in which a request of this many candidates is served."""
+    """Number of chunks in which a request of this many candidates is computed."""
     most = min(batching.chunk_candidates, batching.max_candidates)
     return 1 if candidates <= most else -(-candidates // most)
 
@@ -83,7 +83,7 @@ def forwards_of(requests: int, candidates: int, context_tokens: int, full: Full)
 
 
 class Batcher(Generic[JobT]):
-    """The queue of one engine. Not thread-safe: its owner holds a lock.
+    """The queue of one engine. Used by the event loop only.
 
     Between API keys the order is fair queueing by cost: the key that was served least comes first. Within a key the order
     is first come, first served, except that a job with chunks left goes to the back after each of them.
@@ -107,7 +107,7 @@ class Batcher(Generic[JobT]):
         self._append(job)
 
     def put_back(self, job: JobT) -> None:
-        """Queue a job again after one of its chunks was served; it keeps its arrival time."""
+        """Queue a job again after one of its chunks was computed; it keeps its arrival time."""
         self._append(job)
 
     def remove(self, job: JobT) -> bool:
@@ -165,9 +165,9 @@ class Batcher(Generic[JobT]):
         return chunks
 
     def _next_chunk(self, job: JobT) -> Chunk[JobT]:
-        left = job.candidates - job.served
+        left = job.candidates - job.computed
         size = -(-left // chunk_count(left, self.batching))  # even chunks: 513 is 257 + 256, not 512 + 1
-        return Chunk(job, job.served, job.served + size)
+        return Chunk(job, job.computed, job.computed + size)
 
     def _append(self, job: JobT) -> None:
         if job.key not in self._queues:
@@ -175,13 +175,13 @@ class Batcher(Generic[JobT]):
             self._served[job.key] = max(self._served.get(job.key, 0), self._floor)  # an idle key earns no credit
         self._queues[job.key][job] = None
         self._length += 1
-        self.candidates += job.candidates - job.served
+        self.candidates += job.candidates - job.computed
 
     def _pop(self, job: JobT) -> None:
         queue = self._queues[job.key]
         del queue[job]
         self._length -= 1
-        self.candidates -= job.candidates - job.served
+        self.candidates -= job.candidates - job.computed
         if not queue:
             del self._queues[job.key]
         if not self._queues:

@@ -26,7 +26,7 @@ class Handles:
 
     def of(self, scheduler: Scheduler[RankJob], handle: str, key: str | None) -> Context:
         """Return the context that this API key's handle names in this scheduler's engine."""
-        context: Context | None = scheduler.model.engine.context_of(handle, key or "")
+        context: Context | None = scheduler.loaded.engine.context_of(handle, key or "")
         if context is None:
             self._unknown()
         self._lookups.labels("found").inc()
@@ -36,10 +36,10 @@ class Handles:
         """Fill in a query that names its context by a handle: with what the user tower would read of the whole request. `is_counted`: not
         where the same request is ranked afterwards, which finds the context once more."""
         current = self._versions.current
-        cached: Context | None = None if current is None else current.model.engine.context_of(query.handle, key or "")
+        cached: Context | None = None if current is None else current.loaded.engine.context_of(query.handle, key or "")
         if current is None or cached is None:
             self._unknown()
-        context = _as_read(cached, current.model.served.manifest, towers, query.excludes_history)
+        context = _as_read(cached, current.loaded.served.manifest, towers, query.excludes_history)
         if context is None:
             self._unknown()
         if is_counted:

@@ -93,7 +93,7 @@ class RankJob(Job):
         if not (outcome.scores.finite or outcome.scores.is_finite()):
             return NonFiniteScores()
         self.scores.append(outcome.scores)
-        if not self.served:
+        if not self.computed:
             self.cache, self.handle = outcome.cache, outcome.handle
         self.state = outcome.state
         return None

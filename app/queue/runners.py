@@ -32,6 +32,8 @@ SHORT_SEARCH_SECONDS = 1e-3
 """A batch of searches predicted to take less is computed in the event loop. Most of it is Python, so in another thread it would hold
 the interpreter lock anyway, and handing over and back adds two thread switches."""
 
+log = structlog.get_logger("app.queue.runners")
+
 Result = Sequence[Any] | BaseException
 OnResult = Callable[[Any, float], None]
 """Called in the event loop with the result or exception, and the clock seconds at which it was ready."""
@@ -141,13 +143,13 @@ class EngineThread:
 
     def _main(self) -> None:
         try:
-            model = self._load(self.steps)
+            loaded = self._load(self.steps)
         except BaseException as error:  # raised to whoever waits for `ready`
             _clear_frames(error)
             _post(self._loop, self.ready.set_exception, error)
         else:
-            self._engine = model.engine
-            _post(self._loop, self.ready.set_result, model)
+            self._engine = loaded.engine
+            _post(self._loop, self.ready.set_result, loaded)
             self._serve()
         _post(self._loop, self.closed.set_result, None)
 
@@ -163,7 +165,7 @@ class EngineThread:
         try:
             self._engine.close()
         except Exception as error:  # a lost device, for example: `closed` is set all the same
-            structlog.get_logger("app").error("engine_not_closed", exc_info=error)
+            log.error("engine_not_closed", exc_info=error)
         self._engine = None
 
 

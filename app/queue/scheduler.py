@@ -14,7 +14,7 @@ from app.errors import DeadlineExceeded, EngineDown, ServiceError
 from app.queue.batching import Batcher, Chunk
 from app.queue.forecast import Clock, Running
 from app.queue.job import Job
-from app.queue.runners import EARLY_CANDIDATES, Result, Runner
+from app.queue.runners import EARLY_CANDIDATES, Loaded, Result, Runner
 from app.settings import Batching
 from app.telemetry.metrics import BatchReport
 from model.engine import EngineError
@@ -26,7 +26,7 @@ J = TypeVar("J", bound=Job)
 T = TypeVar("T")
 Ended = tuple[J, ServiceError | None]
 
-log = structlog.get_logger("app")
+log = structlog.get_logger("app.queue.scheduler")
 
 
 class Scheduler(Generic[J]):
@@ -34,16 +34,16 @@ class Scheduler(Generic[J]):
 
     def __init__(
         self,
-        model: Any,
+        loaded: Loaded,
         runner: Runner,
         batching: Batching,
         clock: Clock,
         batch_done: Callable[[BatchReport], None],
         lost: Callable[[str], None],
     ) -> None:
-        """`model` is what was loaded, a `runners.Loaded`. `batch_done` is called with a report after each forward. `lost` is called with
+        """`batch_done` is called with a report after each forward. `lost` is called with
         the reason after the engine was lost for good and its jobs have got their errors."""
-        self.model = model
+        self.loaded: Any = loaded  # callers know of which kind
         self.clock = clock
         self.unfinished = 0  # calls of `hold` that `leave` has not undone
         self.failure: str | None = None
@@ -226,7 +226,7 @@ class Scheduler(Generic[J]):
         seconds = finished - self._collated
         for chunk in chunks:
             chunk.job.forward_seconds += seconds
-        if not isinstance(result, BaseException) and (changed := self.model.changed_file()):
+        if not isinstance(result, BaseException) and (changed := self.loaded.changed_file()):
             result = EngineError(changed)
         is_failed = isinstance(result, BaseException)
         ended = self._failed(chunks, result) if isinstance(result, BaseException) else self._keep(chunks, result)
@@ -277,8 +277,8 @@ class Scheduler(Generic[J]):
             if error is not None:
                 ended.append((job, error))
                 continue
-            job.served = chunk.stop
-            if job.served == job.candidates:
+            job.computed = chunk.stop
+            if job.computed == job.candidates:
                 ended.append((job, None))
             elif job.is_waited_for:
                 self._batcher.put_back(job)

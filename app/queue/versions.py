@@ -30,7 +30,7 @@ class Versions(Generic[J]):
         load_seconds: float,
         make_runner: MakeRunner = rank_runner,
         thread_name: str = ENGINE_THREAD,
-        discard: Callable[[Any], None] = lambda model: None,
+        discard: Callable[[Any], None] = lambda loaded: None,
     ) -> None:
         """`batch_done` is called with a report after each forward. A load that takes longer than `load_seconds` is given up; `discard` gets
         what it loaded all the same."""
@@ -71,9 +71,9 @@ class Versions(Generic[J]):
                 raise EngineError(f"the checkpoint was not loaded within {self._load_seconds:g} s") from None
             raise
         self._loading = None
-        model = thread.ready.result()
+        loaded = thread.ready.result()
         runner = self._make_runner(thread, loop, self._clock)
-        return Scheduler(model, runner, self._batching, self._clock, self._batch_done, self._lost.put_nowait)
+        return Scheduler(loaded, runner, self._batching, self._clock, self._batch_done, self._lost.put_nowait)
 
     def _ended(self, thread: EngineThread) -> None:
         if self._loading is thread:
@@ -82,7 +82,7 @@ class Versions(Generic[J]):
     def install(self, scheduler: Scheduler[J]) -> None:
         """Serve new requests with this scheduler. The previous one is freed when its last request is answered."""
         old, self.current = self.current, scheduler
-        self.schedulers[scheduler.model.served] = scheduler
+        self.schedulers[scheduler.loaded.served] = scheduler
         if old is not None:
             old.retire(self._free)
 
@@ -112,7 +112,7 @@ class Versions(Generic[J]):
         """Cache counts of all engines since the start; bytes and entries only of those still held."""
         stats = self._gone
         for scheduler in self.schedulers.values():
-            stats = _sum(stats, scheduler.model.engine.cache_stats())
+            stats = _sum(stats, scheduler.loaded.engine.cache_stats())
         return stats
 
     def fail_all(self, error: Callable[[], ServiceError]) -> None:
@@ -139,9 +139,9 @@ class Versions(Generic[J]):
             await asyncio.wait([scheduler.closed for scheduler in schedulers], timeout=timeout_seconds)
 
     def _free(self, scheduler: Scheduler[J]) -> None:
-        if self.schedulers.pop(scheduler.model.served, None) is not None:
+        if self.schedulers.pop(scheduler.loaded.served, None) is not None:
             # Its counters stay in the sum, so that none runs backwards.
-            counted = replace(scheduler.model.engine.cache_stats(), bytes=0, entries=0)
+            counted = replace(scheduler.loaded.engine.cache_stats(), bytes=0, entries=0)
             self._gone = _sum(self._gone, counted)
             scheduler.close()
 

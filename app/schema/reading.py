@@ -15,9 +15,9 @@ from msgspec import UNSET, inspect
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.schema.requests import Request
 
-LONG_BODY_BYTES = 256 * 1024
+DIGITS_CHECKED_BYTES = 256 * 1024
 MAX_DIGITS = 512
-"""Digits of one number in a body longer than `LONG_BODY_BYTES`; in a shorter one long numbers take no time worth a look."""
+"""Digits of one number in a body longer than `DIGITS_CHECKED_BYTES`; in a shorter one long numbers take no time worth a look."""
 NO_REQUESTS = "must be a list of at least one request, with no other fields"
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def check_cost(body: bytes | bytearray, max_values: int) -> None:
     time that Python takes for a whole number grows with the square of its digits."""
     if len(body) > max_values and len(body) - len(body.translate(None, b",[{\\")) > max_values:
         raise TooLarge(f"The body holds more than {max_values} values.")
-    if len(body) > LONG_BODY_BYTES and b"0" * MAX_DIGITS in body.translate(_DIGITS):
+    if len(body) > DIGITS_CHECKED_BYTES and b"0" * MAX_DIGITS in body.translate(_DIGITS):
         raise TooLarge(f"The body holds a number of {MAX_DIGITS} digits or more.")
 
 

@@ -135,14 +135,16 @@ Explore = Annotated[
 
 
 class Request(Strict, kw_only=True):
-    """A body. `sizes` counts its items by the names of the limits on them. `check` makes the checks that types cannot express."""
+    """A body that `schema.read` reads. `sizes` counts its items by the names of the limits on them. `check` makes the checks that types
+    cannot express. Each kind of body has its own."""
 
     def sizes(self) -> dict[str, int]:
         """The numbers of items by field."""
-        return {}
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raise InvalidRequest for the first fault that does not depend on the checkpoint."""
+        raise NotImplementedError
 
 
 class ContextRequest(Request, kw_only=True):
@@ -321,7 +323,7 @@ class PostUpsert(Strict):
     codes: ContentCodes | UnsetType = UNSET
 
 
-class PostsChange(Request, kw_only=True):
+class PostsChange(Strict, kw_only=True):
     """A change of a corpus: posts to add or replace, and ids of posts to delete."""
 
     upsert: list[PostUpsert] = msgspec.field(default_factory=list)

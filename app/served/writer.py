@@ -37,13 +37,11 @@ class Writer:
         self._settings = settings
         self._directory = directory
         self._metrics = metrics
-        self._batches: SimpleQueue[tuple[RowBatch, int, int] | None] = (
-            SimpleQueue()
-        )  # with day and bytes; None is the end
+        # with day and bytes; None is the end
+        self._batches: SimpleQueue[tuple[RowBatch, int, int] | None] = SimpleQueue()
         self._put_bytes = self._written_bytes = 0  # since the start; each is written to by one thread only
-        self._spare: deque[RowBatch] = deque(
-            maxlen=MOST_SPARE
-        )  # written batches: fresh memory would cost the event loop more
+        # written batches: fresh memory would cost the event loop more
+        self._spare: deque[RowBatch] = deque(maxlen=MOST_SPARE)
         self._open: dict[Key, Part] = {}  # the oldest first
         self._complained = self._cleaned = float("-inf")  # seconds of the monotonic clock
         self._thread = threading.Thread(target=self._main, name=THREAD, daemon=True)

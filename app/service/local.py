@@ -141,7 +141,7 @@ class LocalService:
             scheduler.close()
             raise _draining()
         self.versions.install(scheduler)
-        served: ServedModel = scheduler.model.served
+        served: ServedModel = scheduler.loaded.served
         return served
 
     async def _first_load(self) -> None:
@@ -181,13 +181,13 @@ class LocalService:
         """Return the version that serves new requests. Raises NotReady, or ModelNotFound if `name` (or name@version) is not its name."""
         if self.versions.current is None:
             raise NotReady(self._reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
-        served: ServedModel = self.versions.current.model.served
+        served: ServedModel = self.versions.current.loaded.served
         manifest = served.manifest
         if name and name not in (manifest.name, f"{manifest.name}@{manifest.version}"):
             raise ModelNotFound
         return served
 
-    def check_open(self, key: str | None = None, leaves_at: float = math.inf) -> None:
+    def check_open(self, key: str | None, leaves_at: float = math.inf) -> None:
         """Raise the error that any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
         self._asked_at = now = self.clock()
         if not self._is_ticking:
@@ -296,7 +296,7 @@ class LocalService:
 
         Raises NotReady if `model` is gone, DeadlineExceeded or EngineDown.
         """
-        loaded = self._scheduler(model).model
+        loaded = self._scheduler(model).loaded
         return await self._attention.compute(loaded, context, candidates, deadline - self.clock())
 
     # what it says of itself
@@ -328,7 +328,7 @@ class LocalService:
 
     def snapshot(self) -> Snapshot:
         """Return the values that a scrape of the metrics reads."""
-        current = None if self.versions.current is None else self.versions.current.model
+        current = None if self.versions.current is None else self.versions.current.loaded
         feed = self.corpus.feed
         return Snapshot(
             ready=self.health().ready,

@@ -1,4 +1,4 @@
-"""Changing a running service's checkpoint, or its towers and corpus: by name, by signal, by watching."""
+"""Changing a running service's checkpoint, or its retrieval checkpoint and corpus: by name, by signal, by watching."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ log = structlog.get_logger("app.service.reload")
 Identity = tuple[int, ...] | None
 """Device, inode, size, and the times of the last write and change of a manifest, of which some change when it is replaced, also by one
 on another volume; None while there is none."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What is logged of one reload, and, once it has ended, whether it changed what serves."""
+
+    log_fields: dict[str, Any]
+    is_changed: bool = False
 
 
 class Reloader:
@@ -64,39 +73,43 @@ class Reloader:
         self._idle.set()
         self._is_due = False  # whether a signal waits for those under way
 
-    async def reload(self, name: str | None = None) -> ServedModel:
-        """Serve the checkpoint of this name below the root, or read the present one again, following a changed link.
+    async def reload(self, name: str | None = None) -> tuple[ServedModel, bool]:
+        """Serve the checkpoint of this name below the root, or read the present one again, following a changed link. Return what serves,
+        and whether that has changed.
 
         Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress or Draining; then the old one keeps serving.
         """
         path = self.checkpoint if name is None else self._resolve(name)
-        async with self._recorded("checkpoint", self._model_identity, checkpoint=str(path)) as log_fields:
+        async with self._recorded("checkpoint", self._model_identity, checkpoint=str(path)) as record:
             model = await self._serve(path if path == self.first_checkpoint else self._target(path))
-            log_fields |= {"version": model.manifest.version, "digest": model.manifest.digest}
+            record.log_fields |= {"version": model.manifest.version, "digest": model.manifest.digest}
         self.checkpoint = path
         self._keep_paths()
-        return model
+        return model, record.is_changed
 
-    async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
-        """Serve this retrieval checkpoint and this corpus, or the present ones read again: both are replaced together.
+    async def reload_corpus(
+        self, checkpoint: str | None = None, corpus: str | None = None
+    ) -> tuple[ServedCorpus, bool]:
+        """Serve this retrieval checkpoint and this corpus, or the present ones read again: both are replaced together. Return what serves,
+        and whether that has changed.
 
         Raises what `reload` raises, and NoCorpus where one is neither named nor present.
         """
-        towers = self.retrieval[0] if checkpoint is None else self._resolve(checkpoint)
-        posts = self.retrieval[1] if corpus is None else self._resolve(corpus)
-        if towers is None or posts is None:
+        checkpoint_path = self.retrieval[0] if checkpoint is None else self._resolve(checkpoint)
+        corpus_path = self.retrieval[1] if corpus is None else self._resolve(corpus)
+        if checkpoint_path is None or corpus_path is None:
             raise NoCorpus("Name both a retrieval checkpoint and a corpus: none is served yet.")
-        async with self._recorded(
-            "corpus", self._corpus_identity, retrieval=str(towers), corpus=str(posts)
-        ) as log_fields:
-            served = await self._corpus.swap(towers, posts)
-            log_fields |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
-        self.retrieval = towers, posts
+        paths = {"retrieval": str(checkpoint_path), "corpus": str(corpus_path)}
+        async with self._recorded("corpus", self._corpus_identity, **paths) as record:
+            served = await self._corpus.swap(checkpoint_path, corpus_path)
+            record.log_fields |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
+        self.retrieval = checkpoint_path, corpus_path
         self._keep_paths()
-        return served
+        return served, record.is_changed
 
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background, then towers and corpus. Outcomes are logged and counted. For SIGHUP.
+        """Read the present checkpoint again in the background, then the retrieval checkpoint and the corpus. Outcomes are logged
+        and counted. For SIGHUP.
 
         Reloads that are under way may have read what has been replaced since, so they end first. Calls until then count as one.
         """
@@ -105,7 +118,8 @@ class Reloader:
             self._keep(self._reload_everything())
 
     def watch(self, seconds: float) -> None:
-        """Check every `seconds` whether the manifest of the present checkpoint, towers or corpus has changed, and then load it."""
+        """Check every `seconds` whether the manifest of the present checkpoint, retrieval checkpoint or corpus has changed, and then
+        load it."""
         self._keep(self._watch(seconds))
 
     def stop(self) -> None:
@@ -145,30 +159,25 @@ class Reloader:
     # what a reload did
 
     @asynccontextmanager
-    async def _recorded(
-        self, of: str, identity: Callable[[], Awaitable[object]], **what: Any
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Count and log one reload and whether it changed what serves. Entries added to the yielded dict are logged too.
-        `of` is one of RELOADED."""
+    async def _recorded(self, of: str, identity: Callable[[], object], **what: Any) -> AsyncIterator[Record]:
+        """Count and log one reload and whether it changed what serves. `identity` tells what serves; `of` is one of RELOADED."""
         self._under_way += 1
         self._idle.clear()
         try:
-            async with self._counted(of, identity, **what) as log_fields:
-                yield log_fields
+            async with self._counted(of, identity, Record(what)) as record:
+                yield record
         finally:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
 
     @asynccontextmanager
-    async def _counted(
-        self, of: str, identity: Callable[[], Awaitable[object]], **what: Any
-    ) -> AsyncIterator[dict[str, Any]]:
-        began, before = time.monotonic(), await identity()
+    async def _counted(self, of: str, identity: Callable[[], object], record: Record) -> AsyncIterator[Record]:
+        began, before, what = time.monotonic(), identity(), record.log_fields
         try:
             if self._versions.current is None:
                 raise ReloadInProgress("the first load has not ended")  # and would fail if another load had begun
-            yield what
+            yield record
         except ReloadInProgress as error:  # the checkpoint was not looked at
             self._metrics.reloads.labels("busy").inc()
             log.info("reload_busy", **what, reason=str(error))
@@ -178,18 +187,19 @@ class Reloader:
             self._metrics.reload_failed.labels(of).set(1)
             log.error("reload_failed", **what, reason=str(error) or type(error).__name__)
             raise
-        is_changed = before != await identity()
+        record.is_changed = before != identity()
         self._metrics.reload_failed.labels(of).set(0)
-        self._metrics.reloads.labels("success" if is_changed else "unchanged").inc()
-        log.info("reloaded" if is_changed else "unchanged", **what, seconds=round(time.monotonic() - began, 3))
+        self._metrics.reloads.labels("success" if record.is_changed else "unchanged").inc()
+        seconds = round(time.monotonic() - began, 3)
+        log.info("reloaded" if record.is_changed else "unchanged", **what, seconds=seconds)
 
-    async def _model_identity(self) -> object:
+    def _model_identity(self) -> object:
         current = self._versions.current
-        return None if current is None else current.model.served.manifest.digest
+        return None if current is None else current.loaded.served.manifest.digest
 
-    async def _corpus_identity(self) -> object:
+    def _corpus_identity(self) -> object:
         """With its changes: a copy of the same corpus may lack some of them."""
-        state = await self._corpus.state()
+        state = self._corpus.present()
         if state is None:
             return None
         served = self._corpus.served
@@ -216,28 +226,28 @@ class Reloader:
         """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""
         current = self._versions.current
         digest = await asyncio.to_thread(_digest, self.checkpoint)
-        if current is None or digest != current.model.served.manifest.digest:
+        if current is None or digest != current.loaded.served.manifest.digest:
             return await _try(self.reload())
         self._metrics.reload_failed.labels("checkpoint").set(0)  # one that was refused has been replaced by what serves
         return True
 
     async def _follow_corpus(self) -> bool:
-        """The same for the towers and the corpus."""
+        """The same for the retrieval checkpoint and the corpus."""
         if not await asyncio.to_thread(self._serves_these_posts):
             return await _try(self.reload_corpus())
         self._metrics.reload_failed.labels("corpus").set(0)
         return True
 
     def _serves_these_posts(self) -> bool:
-        """Whether the towers and the corpus that serve are those on the disk."""
-        towers, posts = self.retrieval
+        """Whether the retrieval checkpoint and the corpus that serve are those on the disk."""
+        checkpoint, corpus = self.retrieval
         try:
             served = self._corpus.served
             return (
-                towers is not None
-                and posts is not None
-                and load_corpus_manifest(posts).digest == served.corpus.digest
-                and _digest(towers) == served.manifest.digest
+                checkpoint is not None
+                and corpus is not None
+                and load_corpus_manifest(corpus).digest == served.corpus.digest
+                and _digest(checkpoint) == served.manifest.digest
             )
         except Exception:  # nothing serves, or it cannot be read, which a reload will explain
             return False
@@ -285,7 +295,7 @@ def resumed(settings: Settings, paths_file: Path) -> Settings:
     """The settings with the paths that the process before this one loaded last; as they are if it left none that are still there, or if its
     checkpoint is reached by a link that leads out of the root now."""
     try:
-        checkpoint, towers, corpus = (path and Path(path) for path in json.loads(paths_file.read_bytes()))
+        checkpoint, retrieval_checkpoint, corpus = (path and Path(path) for path in json.loads(paths_file.read_bytes()))
         load_manifest(checkpoint)
     except FileNotFoundError:
         return settings
@@ -295,7 +305,7 @@ def resumed(settings: Settings, paths_file: Path) -> Settings:
     if checkpoint != settings.checkpoint and _below(_root(settings), checkpoint) is None:
         log.error("reload_not_kept", reason=f"{checkpoint} leads out of the root of reloads")
         return settings
-    retrieval = settings.retrieval.model_copy(update={"checkpoint": towers, "corpus": corpus})
+    retrieval = settings.retrieval.model_copy(update={"checkpoint": retrieval_checkpoint, "corpus": corpus})
     admin = settings.admin.model_copy(update={"root": _root(settings)})  # names still mean what they meant
     return settings.model_copy(update={"checkpoint": checkpoint, "retrieval": retrieval, "admin": admin})
 

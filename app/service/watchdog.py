@@ -47,7 +47,7 @@ class Watchdog:
     def stall(self) -> str:
         """A sentence if work waits and nothing finishes, or if a file that is served from was written to; else empty."""
         serving = [
-            scheduler.model for scheduler in (self._versions.current, self._searches.current) if scheduler is not None
+            scheduler.loaded for scheduler in (self._versions.current, self._searches.current) if scheduler is not None
         ]
         changed = (model.changed_file() for model in serving)
         return self._silence(self._queue.stall_seconds) or next(filter(None, changed), "")

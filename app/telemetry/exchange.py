@@ -16,8 +16,8 @@ class Exchange(msgspec.Struct):
     `time.perf_counter`; `stages` in seconds, and `spans` has when each of them first began and last ended, on that clock. `status` 499
     means that the client disconnected; `code` is a problem's. A request that was not named by its caller's header takes the name in its
     body, if there is one. `scored`: of its replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards
-    what all bodies may take together; `is_reading`: the body is on its way, `is_read`: it is whole. `has_long_body`: it is, or may be, too
-    long to be read for nothing.
+    what all bodies may take together; `is_reading`: the body is on its way, `is_read`: it is whole. `has_long_body`: it is, or may be, so
+    long that a refusal ends the connection rather than read it.
     """
 
     request_id: str
@@ -48,8 +48,8 @@ class Exchange(msgspec.Struct):
         return Stopwatch(self, stage)
 
     def passed(self, stages: Iterable[tuple[str, float]]) -> None:
-        """Note when stages were, each with its seconds, that followed on each other and of which the last has ended just now. Where one is
-        noted again, as in a batch, its span reaches to the new end. For `spans` alone: their time is added to `stages` by others."""
+        """Note the spans of consecutive stages, each with its seconds; the last one ends now. The span of a stage that is noted again, as
+        in a batch, reaches from its first beginning to its last end. Nothing is added to `stages`."""
         end = time.perf_counter()
         for stage, seconds in reversed([*stages]):
             began = end - seconds

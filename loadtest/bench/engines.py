@@ -26,7 +26,7 @@ CACHE_BYTES = 2**28
 SHAPES = ("mini", "nano")
 COMPOSITIONS = 1000  # of the row on bits
 SPEED_TARGETS = {("mini", 64): (4, 8), ("mini", 512): (9, 12), ("nano", 64): (3, 16), ("nano", 512): (6, 18)}
-LIMIT_TARGETS = {("mini", 64, "cold"): 0.55, ("mini", 512, "cold"): 0.68, ("mini", 512, "cached"): 0.75}  # in fp32
+EFFICIENCY_TARGETS = {("mini", 64, "cold"): 0.55, ("mini", 512, "cold"): 0.68, ("mini", 512, "cached"): 0.75}  # in fp32
 CODES_TARGET, CODE_REPEATS = 1.05, 3
 PRODUCT = 1024  # rows, depth and columns of a product that runs as fast as this processor can
 THRICE = {"cold": 3, "cached": 3, "ours": 3, "widest": 3}  # quick sides run three times per round
@@ -36,7 +36,7 @@ def engine_rows(dtype: Literal["auto", "bfloat16", "float32"], rounds: int) -> I
     """All engine rows but those of content codes."""
     computed = computed_dtype(dtype)
     yield from speed_rows(computed, rounds)
-    yield from limit_rows(computed, rounds)
+    yield from efficiency_rows(computed, rounds)
     yield growth_row(computed, rounds)
     yield bits_row(COMPOSITIONS)
 
@@ -63,7 +63,7 @@ def code_rows(dtype: Literal["auto", "bfloat16", "float32"], rounds: int) -> Ite
             }
             seconds = alternate(sides, rounds, repeats=dict.fromkeys(sides, CODE_REPEATS))
             what = f"mini C={candidates}, {state}, with codes vs without"
-            yield compared(what, seconds, "with", "without", CODES_TARGET, faster=False)
+            yield compared_row(what, seconds, "with", "without", CODES_TARGET, faster=False)
         for engine in engines.values():
             engine.close()
 
@@ -80,7 +80,7 @@ def timed(engines: Mapping[str, Engine], item: Item, rounds: int) -> dict[str, l
     )
 
 
-def compared(
+def compared_row(
     what: str, seconds: Mapping[str, list[float]], ours: str, reference: str, target: float, *, faster: bool = True
 ) -> Row:
     """A row with the reference's time ÷ ours; ours ÷ the reference's unless `faster`."""
@@ -99,10 +99,10 @@ def speed_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
         for candidates in (64, 512):
             seconds = timed({"dense": dense, "cold": cold, "cached": cached}, item_of(config, candidates), rounds)
             for side, target in zip(("cold", "cached"), SPEED_TARGETS[name, candidates], strict=True):
-                yield compared(f"{name} C={candidates}, {side}, vs dense eager", seconds, side, "dense", target)
+                yield compared_row(f"{name} C={candidates}, {side}, vs dense eager", seconds, side, "dense", target)
 
 
-def limit_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
+def efficiency_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
     """How near each forward is to the fastest possible: the operations that isolated ranking needs, at the rate at which torch
     computes a large product with the same dtype and threads, over the time of our forward. The product runs in turns with it.
     Where torch computes bf16 more slowly than fp32, as without instructions for it, the product is in fp32."""
@@ -127,7 +127,7 @@ def limit_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
                 share = needed_operations(config, candidates, cached=side == "cached") / (2 * PRODUCT**3)
                 least = [share * one for one in seconds["product"]]
                 is_compared = dtype is torch.float32
-                target = LIMIT_TARGETS.get((name, candidates, side), math.inf) if is_compared else math.inf
+                target = EFFICIENCY_TARGETS.get((name, candidates, side), math.inf) if is_compared else math.inf
                 figures = [Figure.of(seconds[side]), Figure.of(least)]
                 what = f"{name} C={candidates}, {side}, of the rate of a large product"
                 yield Row.of(what, ratio(least, seconds[side]), "×", target, at_least=True, sides=figures)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import orjson
 
 from loadtest.generate import wrk
 from loadtest.generate.tensors import LENGTH, inference_of
-from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.generate.traffic import Traffic, TrafficSettings, objects_of
 from loadtest.geometries import GEOMETRIES
 from loadtest.machine import ROOT
 from loadtest.rows import Row
@@ -44,18 +43,10 @@ class Load(NamedTuple):
 def http_rows(before: Path | None, rounds: int, seconds: float, workers: int) -> Iterator[Row]:
     """Rates of this checkout, and their ratios to `before`'s; of several workers to one process."""
     settings: dict[str, Any] = {"logs__success_sample": 1, "queue__max_wait_seconds": 0}
-    with ExitStack() as stack:
-        sides = {"ours": stack.enter_context(serving(**settings))}
-        if before is not None:
-            sides["before"] = stack.enter_context(serving_of(before, **settings))
-        if workers:
-            sides["workers"] = stack.enter_context(serving(workers=workers, **settings))
-        yield from compared(sides, demo_loads(), rounds, seconds)
-    with production_checkpoint() as checkpoint, ExitStack() as stack:
-        sides = {"ours": stack.enter_context(serving(checkpoint, **settings))}
-        if before is not None:
-            sides["before"] = stack.enter_context(serving_of(before, checkpoint=checkpoint, **settings))
-        yield from compared(sides, [production_load()], rounds, seconds)
+    with sides_of(before, more_workers=workers, **settings) as sides:
+        yield from compared_rows(sides, demo_loads(), rounds, seconds)
+    with production_checkpoint() as checkpoint, sides_of(before, checkpoint, **settings) as sides:
+        yield from compared_rows(sides, [production_load()], rounds, seconds)
 
 
 def batch_rows(before: Path | None, rounds: int, seconds: float, workers: int) -> Iterator[Row]:
@@ -72,14 +63,11 @@ def batch_rows(before: Path | None, rounds: int, seconds: float, workers: int) -
         1,
         1.0,
     )
-    with ExitStack() as stack:
-        sides = {"ours": stack.enter_context(serving(**settings))}
-        if before is not None:
-            sides["before"] = stack.enter_context(serving_of(before, **settings))
-        yield from compared(sides, [load], rounds, seconds)
+    with sides_of(before, **settings) as sides:
+        yield from compared_rows(sides, [load], rounds, seconds)
 
 
-def compared(sides: Mapping[str, Server], loads: Sequence[Load], rounds: int, seconds: float) -> Iterator[Row]:
+def compared_rows(sides: Mapping[str, Server], loads: Sequence[Load], rounds: int, seconds: float) -> Iterator[Row]:
     """Read every load on every side in turns."""
     readings_of: dict[tuple[str, str], list[wrk.Reading]] = {}
     for turn in range(rounds + 1):
@@ -150,11 +138,7 @@ def first_visits(candidates: int) -> list[dict[str, Any]]:
 
 def in_objects(page: Mapping[str, Any]) -> dict[str, Any]:
     """The same request with a list of objects for history and candidates."""
-    shaped: dict[str, Any] = copy.copy(dict(page))
-    for part in ("history", "candidates"):
-        columns = page[part]
-        shaped[part] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return shaped
+    return {**page, **{part: objects_of(page[part]) for part in ("history", "candidates")}}
 
 
 def binary_bodies(pages: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], str]:
@@ -185,3 +169,17 @@ def serving_of(checkout: Path, checkpoint: Path = DEMO, **settings: Any) -> Iter
         checkpoint, command=command, cwd=checkout, env={"PYTHONPATH": os.fspath(checkout)}, **settings
     ) as server:
         yield server
+
+
+@contextmanager
+def sides_of(
+    before: Path | None, checkpoint: Path = DEMO, *, more_workers: int = 0, **settings: Any
+) -> Iterator[dict[str, Server]]:
+    """The services to compare: `ours`; `before`, of another checkout, if there is one; `workers`, ours with so many, unless that is 0."""
+    with ExitStack() as stack:
+        sides = {"ours": stack.enter_context(serving(checkpoint, **settings))}
+        if before is not None:
+            sides["before"] = stack.enter_context(serving_of(before, checkpoint, **settings))
+        if more_workers:
+            sides["workers"] = stack.enter_context(serving(checkpoint, workers=more_workers, **settings))
+        yield sides

@@ -43,7 +43,7 @@ def served_rows(rounds: int, seconds: float) -> Iterator[Row]:
             rate = ratio(rates["logging"], rates["without"])
             yield Row.of(f"{load.what}: requests/s, logged ÷ not", rate, "×", load.at_least, at_least=True)
             yield Row.of(f"{load.what}: processor time, logged ÷ not", ratio(costs["logging"], costs["without"]), "×")
-        lost = sum(int(logging.metric(f'ranker_served_dropped_total{{reason="{why}"}}')) for why in REASONS)
+        lost = sum(int(logging.metric("ranker_served_dropped_total", reason=why)) for why in REASONS)
         print(f"{lost} rankings dropped")
 
 

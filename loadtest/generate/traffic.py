@@ -262,7 +262,7 @@ class Traffic(Iterator[RankRequest]):
             "created_at": (settings.start_ts - ages).tolist(),
         }
         history = session.person.history
-        shaped = _objects if self._random.random() < settings.objects_share else dict
+        shaped = objects_of if self._random.random() < settings.objects_share else dict
         content = {
             "user_id": str(session.person.user_id),
             "history": shaped(history),
@@ -288,6 +288,7 @@ def history_sizes(window: int) -> Sizes:
     return Sizes([SizeBand(round(low * window), round(high * window), share) for low, high, share in bands])
 
 
-def _objects(columns: Columns) -> Sequence[dict[str, Any]]:
+def objects_of(columns: Columns) -> Sequence[dict[str, Any]]:
+    """The same rows as objects."""
     rows = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -22,6 +22,7 @@ from triton.runtime.driver import driver
 
 from loadtest.geometries import GEOMETRIES
 from model.config import ModelConfig
+from model.layers import dtype_name
 from model.ranker import Ranker
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.launch import FEW_ROWS, TritonKernels
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
                 config = replace(GEOMETRIES["nano"], layers=2, head_width=width)
                 for kernel in compiled(config, dtype, capability):
                     shared, registers, stack = kernel.usage().values()
-                    name = str(dtype).removeprefix("torch.")
+                    name = dtype_name(dtype)
                     print(f"{kernel.name:<16}{capability:>4} {name:<10}{width:>5}{shared:>8}{registers:>11}{stack:>7}")
 
 

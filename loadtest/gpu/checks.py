@@ -18,10 +18,11 @@ from model.engine import Engine, Item
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from model.selftest import largest_difference
-from model.split.engine import MakeKernels, SplitEngine
+from model.split.engine import MAKERS, MakeKernels, SplitEngine
 from model.split.graphs import PlainRecorder
 from model.split.kernels.contract import Kernels
 from model.split.kernels.portable import PortableKernels
+from model.split.step import TILE_ROWS
 from model.split.weights import SplitWeights
 from model.synthetic import random_candidates, random_context, random_ranker
 from model.tolerances import PARITY
@@ -38,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def small_config(**overrides: Any) -> ModelConfig:
+def check_config(**overrides: Any) -> ModelConfig:
     """A ranker with every feature, small enough for the dense definition."""
     values = {
         "width": 256,
@@ -53,17 +54,7 @@ def small_config(**overrides: Any) -> ModelConfig:
 
 def make_kernels(card: Card) -> MakeKernels:
     """Triton's kernels on a card, torch's on a CPU, with the card's fault."""
-
-    def triton(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
-        from model.split.kernels.launch import TritonKernels
-
-        return TritonKernels(config, weights, dtype)
-
-    return planted(triton if card.is_cuda else _torch, card.fault)
-
-
-def _torch(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
-    return PortableKernels(config, weights.rope)
+    return planted(MAKERS["triton" if card.is_cuda else "torch"], card.fault)
 
 
 def make_engine(
@@ -84,12 +75,17 @@ def make_engine(
     return engine
 
 
+def capacity_of(config: ModelConfig) -> int:
+    """Rows of a step that holds a whole context, in whole tiles."""
+    return max(512, -(-(1 + config.history_length) // TILE_ROWS) * TILE_ROWS)
+
+
 def parity_cases(card: Card) -> dict[str, ModelConfig]:
     """Small architectures with every feature, one for each other trunk, and the measured geometries with two layers."""
     if card.tiny:
-        return {"tiny": small_config(width=64, layers=2)}
-    cases = {name: small_config(**overrides) for name, overrides in VARIANTS.items()}
-    cases |= {f"trunk of {name}": with_preset(small_config(), name) for name in PRESETS if name != "grok"}
+        return {"tiny": check_config(width=64, layers=2)}
+    cases = {name: check_config(**overrides) for name, overrides in VARIANTS.items()}
+    cases |= {f"trunk of {name}": with_preset(check_config(), name) for name in PRESETS if name != "grok"}
     return cases | {f"{name}, two layers": replace(config, layers=2) for name, config in GEOMETRIES.items()}
 
 
@@ -108,8 +104,9 @@ def parity(card: Card, config: ModelConfig, dtype: torch.dtype) -> float:
     ranker = random_ranker(config, device=card.device)
     items = parity_items(config)
     expected = [outcome.scores for outcome in DenseEngine(ranker, torch.float32).forward(items)]
-    capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
-    scores = [outcome.scores for outcome in make_engine(ranker, card, dtype, capacity=capacity).forward(items)]
+    scores = [
+        outcome.scores for outcome in make_engine(ranker, card, dtype, capacity=capacity_of(config)).forward(items)
+    ]
     worst, tolerance = largest_difference(scores, expected), PARITY[dtype].logits
     if not worst <= tolerance:
         raise AssertionError(f"logits differ by {worst}, more than {tolerance}")
@@ -126,8 +123,9 @@ def watch(card: Card, config: ModelConfig, dtype: torch.dtype) -> WatchedKernels
         return cast("Kernels", watched[0])
 
     ranker = random_ranker(config, device=card.device)
-    capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
-    SplitEngine(ranker, card.device, dtype, kernels=kernels, capacity=capacity).forward(parity_items(config)[:5])
+    SplitEngine(ranker, card.device, dtype, kernels=kernels, capacity=capacity_of(config)).forward(
+        parity_items(config)[:5]
+    )
     return watched[0]
 
 

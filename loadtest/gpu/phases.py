@@ -15,7 +15,7 @@ import torch
 
 from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
-from loadtest.gpu.checks import equal_bits, make_engine, parity, parity_cases, small_config, watch
+from loadtest.gpu.checks import check_config, equal_bits, make_engine, parity, parity_cases, watch
 from loadtest.gpu.faults import hang
 from loadtest.gpu.table import Geometry, Record, line, tiny
 from model.config import ModelConfig
@@ -143,7 +143,7 @@ def parities(card: Card, geometry: str) -> Iterator[Record]:
 def bits(card: Card, geometry: str) -> Iterator[Record]:
     """Random compositions against each candidate alone. If bits differ, again with torch's kernels."""
     hang(card.fault, "bits")
-    config = small_config(width=64, layers=1, head_width=16) if card.tiny else GEOMETRIES["mini"]
+    config = check_config(width=64, layers=1, head_width=16) if card.tiny else GEOMETRIES["mini"]
     ranker = random_ranker(config, device=card.device)
     count = 3 if card.tiny else 100
     try:
@@ -184,7 +184,7 @@ def peer_rows(card: Card, geometry: str) -> Iterator[Record]:
 
 def bisect(card: Card, geometry: str) -> Iterator[Record]:
     """After a failure, with blocking launches: find the first operation that fails or differs, trying the smallest case first."""
-    for config in (small_config(width=64, layers=2, head_width=32), *parity_cases(card).values()):
+    for config in (check_config(width=64, layers=2, head_width=32), *parity_cases(card).values()):
         for dtype in DTYPES:
             try:
                 differences = watch(card, config, dtype).differences

@@ -70,9 +70,8 @@ def _bias(
 ) -> Bias:
     """Judge one ranker. All `[R, C]`, but `user` `[R]`: the expected and the observed reward, the place, and its probability."""
     score = reward + error * rng.standard_normal(reward.shape)
-    score = (
-        score if error < 1e3 else rng.standard_normal(reward.shape) * 1e-9
-    )  # a random order: any post may come first
+    if error >= 1e3:  # a random order: any post may come first
+        score = rng.standard_normal(reward.shape) * 1e-9
     count, width = reward.shape
 
     def first_place(values: Floats, allowed: NDArray[np.bool_]) -> float:

@@ -17,6 +17,7 @@ from model.cache import ContextCache, ContextKey, Entry
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context, Scores, codes_as_read
+from model.layers import dtype_name
 from model.memory import usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.kernel import Kernel, arguments_of, load_kernel
@@ -71,13 +72,12 @@ class NativeEngine:
             self._packed.model, requested_threads, bf16=dtype is torch.bfloat16
         )
         config = self.config
-        extendable = config.context_attention == "causal" and not config.right_anchored
         self._begun: _Plan | None = None
-        self._cache: ContextCache[Keys] = ContextCache(cache_bytes, prefixes=extendable)
+        self._cache: ContextCache[Keys] = ContextCache(cache_bytes, prefixes=config.has_extendable_contexts)
         self._element_bytes = dtype.itemsize
         self._key_elements = PANEL * config.head_width
         self._value_elements = PANEL * round_up(config.head_width, GRAIN)
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         notes: dict[str, Any] = {
             "vectors": self._kernel.vectors(),
             "threads": threads,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from model.engine import EngineError
 from model.inputs import Context
+from model.layers import dtype_name
 from model.memory import usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import ContextRows
@@ -51,7 +52,7 @@ class NativeTower:
         head, config = self._config.head_width, self._config
         self._block_bytes = PANEL * (head + round_up(head, GRAIN)) * config.layers * config.kv_heads * dtype.itemsize
         self.notes: dict[str, Any] = {
-            "backend": "native", "dtype": str(dtype).removeprefix("torch."), "threads": granted_threads,
+            "backend": "native", "dtype": dtype_name(dtype), "threads": granted_threads,
             "vectors": self._kernel.vectors(),
         }  # fmt: skip
 

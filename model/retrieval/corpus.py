@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from model.inputs import Ids
-from model.retrieval.inputs import NO_CODES, Filters, NewPosts
+from model.inputs import NO_CODES, Ids
+from model.retrieval.inputs import Filters, NewPosts
 from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of, mask_of
 
 KEPT_TOPICS = 32  # filters by topics whose rows a segment remembers: a bit a row for each

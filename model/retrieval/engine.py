@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from model.cache import ContextCache, ContextKey
-from model.device import is_left
+from model.device import is_given_up
 from model.engine import CacheStats, EngineError
 from model.inputs import Context
+from model.layers import dtype_name
 from model.native.build import KernelUnavailable, Vectors
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
@@ -50,7 +51,7 @@ class TorchTower:
     def __init__(self, towers: Towers, dtype: torch.dtype, note: str) -> None:
         self._towers = towers
         self._dtype = dtype
-        self.notes: dict[str, Any] = {"backend": "torch", "dtype": str(dtype).removeprefix("torch."), "reason": note}
+        self.notes: dict[str, Any] = {"backend": "torch", "dtype": dtype_name(dtype), "reason": note}
 
     def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
         """Unit vectors float32 `[B, D]`, one forward a user."""
@@ -272,7 +273,7 @@ class RetrievalEngine:
     def _main_index(self, vectors: NDArray[np.float32], on_device: DeviceIndex) -> Index:
         """The corpus's index on the requested device, or in this process's memory if that fails. The bits are the same."""
         device, reason = self.options.device, ""
-        if device != "cpu" and self.options.backend != "native" and is_left(device):
+        if device != "cpu" and self.options.backend != "native" and is_given_up(device):
             reason = f"{device}: every way of ranking there failed its checks"
         elif device != "cpu" and self.options.backend != "native":
             try:

@@ -15,10 +15,8 @@ import numpy as np
 
 from model.bounds import MAX_CODE
 from model.config import ModelConfig
-from model.inputs import Context, Float32s, Ids, Int64s
+from model.inputs import NO_CODES, Context, Float32s, Ids, Int64s
 
-NO_IDS = np.empty(0, np.uint64)
-NO_CODES = np.empty((0, 0), np.int64)
 AT_LEAST = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?", re.ASCII)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.batch import Batch, collate, hash_rows
 from model.config import RetrievalConfig
-from model.inputs import NO_CODES, Candidates, Context, Ids, Int64s, codes_fitting
+from model.inputs import NO_CANDIDATES, NO_CODES, Context, Ids, Int64s, codes_fitting
 from model.layers import make_recsys_attn_mask, zeros
 from model.names import use_checkpoint_names
 from model.ranker import EmbeddingTables, TokenBuilder, code_embeddings, look_up
@@ -19,9 +18,6 @@ from model.trunk import Transformer
 
 SMALLEST_SQUARE = 1e-12
 """Lower bound of a squared norm, so that the vector of an empty context is zero instead of NaN."""
-
-_NO_IDS, _NO_FEATURES = np.empty(0, np.uint64), np.empty(0, np.int64)
-NO_CANDIDATES = Candidates(_NO_IDS, _NO_IDS, _NO_FEATURES, _NO_FEATURES)
 
 
 def unit(vectors: Tensor) -> Tensor:

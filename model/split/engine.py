@@ -15,6 +15,7 @@ from model.config import CandidatePositions, ModelConfig
 from model.device import free_memory, losses_of
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
+from model.layers import dtype_name
 from model.ranker import Ranker
 from model.selftest import check_isolation
 from model.split.graphs import CudaRecorder, PlainRecorder, Recorder
@@ -70,7 +71,7 @@ class SplitEngine:
         with losses_of(self._device), self._on_device():
             is_triton = kernels == "triton" or (self._stream is not None and kernels != "torch")
             weights = split_weights(ranker, self._device, dtype, dtype if is_triton else torch.float32)
-            make = _MAKERS[kernels] if isinstance(kernels, str) else kernels
+            make = MAKERS[kernels] if isinstance(kernels, str) else kernels
             self._kernels = make(config, weights, dtype)
             tables = device_tables(ranker, self._device)
             self._trunk = SplitTrunk(config, weights, tables, self._kernels, capacity, dtype)
@@ -81,14 +82,13 @@ class SplitEngine:
             self._runner = StepRunner(config, candidate_positions, self._trunk, capacity, recorder)
         self._capacity = capacity
         self._prepared = 0
-        extendable = config.context_attention == "causal" and not config.right_anchored
-        self._cache: ContextCache[ContextState] = ContextCache(cache_bytes, prefixes=extendable)
+        self._cache: ContextCache[ContextState] = ContextCache(cache_bytes, prefixes=config.has_extendable_contexts)
         notes: dict[str, Any] = {
             "kernels": kernels if isinstance(kernels, str) else "custom",
             "step_rows": capacity,
             "cache_bytes": cache_bytes,
         }
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         self.info = EngineInfo(str(self._device), name, "torch", candidate_positions, notes)
 
     @torch.inference_mode()
@@ -286,4 +286,4 @@ def _triton_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dty
     return TritonKernels(config, weights, dtype)
 
 
-_MAKERS: dict[str, MakeKernels] = {"torch": _torch_kernels, "triton": _triton_kernels}
+MAKERS: dict[str, MakeKernels] = {"torch": _torch_kernels, "triton": _triton_kernels}

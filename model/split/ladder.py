@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model.device import free_memory, is_lost, leave
+from model.device import free_memory, is_lost, set_given_up
 from model.engine import CacheStats, Engine, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context
 from model.ranker import Ranker
@@ -23,7 +23,7 @@ class Rung:
 
     name: str
     build: Callable[[], Engine]
-    probe: Callable[[], str] = str
+    probe: Callable[[], str] = lambda: ""
     device: torch.device | None = None
 
 
@@ -50,7 +50,7 @@ class LadderEngine:
                 self.info = self._engine.info
                 self.info.notes.update(rung=rung.name, steps_down=left)
                 for device in {rung.device for rung in self._rungs if rung.device is not None}:
-                    leave(device, is_left=rung.device is None)
+                    set_given_up(device, rung.device is None)
                 return
             left.append({"rung": rung.name, "reason": reason})
         raise EngineError("; ".join(f"{step['rung']}: {step['reason']}" for step in left))

@@ -45,7 +45,7 @@ class Trial:
 
     config: ModelConfig
     device: str
-    dtype: Literal["bfloat16", "float32"]
+    dtype: str
     candidate_positions: CandidatePositions
     kernels: Literal["triton", "torch"]
 

@@ -101,7 +101,7 @@ def test_a_full_disk_costs_rankings_and_no_request(tmp_path: Path) -> None:
         _, most = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (40_000, most))
         statuses = load(server, 4)
-        wait_until(lambda: server.metric('ranker_served_dropped_total{reason="not_written"}') > 0)
+        wait_until(lambda: server.metric("ranker_served_dropped_total", reason="not_written") > 0)
         assert {*statuses} == {200}
         assert [line["event"] for line in server.log_lines].count("served_not_written") == 1
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (most, most))

@@ -17,7 +17,7 @@ import torch
 
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
-from model.device import is_left
+from model.device import is_given_up
 from model.engine import Engine, EngineError, EngineInfo, Item
 from model.ranker import Ranker
 from model.split.engine import SplitEngine
@@ -200,17 +200,17 @@ def test_a_device_lost_at_the_start_leaves_it_to_the_processor(monkeypatch: pyte
     assert reasons == ["AcceleratorError: CUDA error: device-side assert triggered", "this process has lost the device"]
 
 
-def test_a_card_where_no_rung_passes_is_left_for_good() -> None:
+def test_a_card_where_no_rung_passes_is_given_up() -> None:
     here = torch.device("cpu")
 
     def fails() -> Engine:
         raise RuntimeError("planted")
 
-    assert not is_left(here)
+    assert not is_given_up(here)
     climb(Rung("torch", fails, device=here), Rung("cpu", plain)).warm_up()
-    assert is_left("cpu:0")
+    assert is_given_up("cpu:0")
     climb(Rung("torch", plain, device=here), Rung("cpu", plain)).warm_up()  # such as a reload
-    assert not is_left(here)
+    assert not is_given_up(here)
 
 
 def test_an_unkillable_child_keeps_no_start_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def fronting(ranker: LocalService) -> Iterator[RankingService]:
 
         async def serve() -> None:
             loops.append(asyncio.get_running_loop())
-            await server.serve_engine(engine, path, server.side_ports(ranker.settings, ranker, engine.exposition))
+            await server.serve(engine.serve(path), server.side_ports(ranker.settings, ranker, engine.exposition))
 
         def run() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

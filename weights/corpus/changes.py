@@ -23,7 +23,8 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
-from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows, rows_of_codes
+from model.inputs import NO_IDS
+from model.retrieval.inputs import Change, Mark, NewPosts, PostChange, PostRows, rows_of_codes
 from weights.corpus.manifest import CorpusManifest
 from weights.corpus.store import StoredCorpus, changes_file, load_corpus
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull, kind_of

@@ -11,7 +11,7 @@ export const useKey = (given) => {
 const NOT_THE_SERVICE = "The answer is not from the service: reload this page, in case a proxy before it wants you to sign in.";
 
 /** A refusal: the problem that the service answered with, that it could not be reached, or that another answered for it. */
-export class Refused extends Error {
+class Refused extends Error {
   constructor(status, problem, retryAfter) {
     super(problem.detail ?? problem.title ?? "The service cannot be reached.");
     Object.assign(this, { status, code: problem.code, retryAfter });

@@ -2,7 +2,7 @@
 
 import { normal } from "./state.js";
 
-export const VERSION = 1; // of the links; those without one are of version 1
+const VERSION = 1; // of the links; those without one are of version 1
 
 export async function pack(/** @type {State} */ state) {
   const text = JSON.stringify({ v: VERSION, ...state });

@@ -8,7 +8,7 @@ const [WIDE, ROW, LEFT, RIGHT, FOOT] = [640, 22, 22, 150, 34];
 
 /** The ranks of posts for a weight between `from` and `to`: where neighbours swap, and the order in each stretch.
  * @param {{score: number, share: number}[]} posts @param {number} weight @param {number} from @param {number} to */
-export function swaps(posts, weight, from, to) {
+function swaps(posts, weight, from, to) {
   const at = (/** @type {typeof posts[0]} */ post, /** @type {number} */ x) => post.score + post.share * (x - weight);
   const crossings = new Set();
   posts.forEach((one, place) => {

@@ -90,7 +90,7 @@ def ready(
 
         def run() -> None:
             with asyncio.Runner(loop_factory=loop) as runner:
-                runner.run(server.serve(running, sides))
+                runner.run(server.serve(running.serve(running.sockets), sides))
 
         thread = threading.Thread(target=run, name="server of a test")
         thread.start()

@@ -44,7 +44,7 @@ def test_uvicorn_still_has_what_the_connection_relies_on() -> None:
         name for name, value in vars(connection.Connection).items() if inspect.isfunction(value) and name[:2] != "__"
     }
     assert overridden - vars(HttpToolsProtocol).keys() == {
-        "decline_upgrade", "probe", "parse", "parse_soon", "is_over", "next_piece", "parse_piece", "close", "linger", "leave",
+        "decline_upgrade", "probe", "parse", "parse_soon", "is_over", "next_piece", "parse_piece", "close", "linger", "disconnected",
         "has_closed", "has_left", "has_event", "lag_seconds", "end_if_reset"
     }  # fmt: skip
     source = inspect.getsource(inspect.getmodule(HttpToolsProtocol))  # type: ignore[arg-type]

@@ -201,7 +201,7 @@ def test_engine_loss_and_failed_first_load_have_exit_codes(fault: str, code: int
         ranker = rankers.create(FakeEngine(before=lose), load=refuse if fault == "load" else None)
         sockets = server.bind("127.0.0.1", 0)
         running = server.Server(create_app(Settings(), ranker), sockets, ranker, ranker.settings)
-        serving = asyncio.ensure_future(server.serve(running, []))
+        serving = asyncio.ensure_future(server.serve(running.serve(running.sockets), []))
         if fault == "engine":
             await rankers.until(lambda: ranker.health().ready)
             with pytest.raises(EngineDown):

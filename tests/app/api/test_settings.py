@@ -89,9 +89,10 @@ def test_an_unknown_name_is_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch
     assert nearest in str(caught.value)
 
 
-def test_names_that_kubernetes_injects_are_explained() -> None:
+def test_names_that_kubernetes_injects_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKER_PORT_8000_TCP_ADDR", "10.0.0.1")
     with pytest.raises(SettingsProblem, match="enableServiceLinks"):
-        load_settings(environ={"RANKER_PORT_8000_TCP_ADDR": "10.0.0.1"})
+        load_settings()
 
 
 @pytest.mark.parametrize(

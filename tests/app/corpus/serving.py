@@ -19,12 +19,11 @@ from app.interface import SearchRequest, SearchResult, ServedCorpus
 from app.service.local import LocalService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
-from model.inputs import Context
+from model.inputs import NO_IDS, Context
 from model.retrieval.inputs import Answers, Filters, PostChange, PostRows, Query
 from tests.support import corpora
 from tests.support.fakes import fake_loader
 
-NO_IDS = np.empty(0, np.uint64)
 FAR = float("inf")  # a deadline
 ADMIN = {"port": 1, "token_sha256": "0" * 64}  # with an admin port a process may change its corpus
 

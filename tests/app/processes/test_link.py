@@ -36,7 +36,7 @@ from app.processes.messages import (
     FromEngine,
     FromWorker,
     Rank,
-    Served,
+    ServedNow,
     decoder,
     frame,
 )
@@ -308,7 +308,7 @@ async def test_a_fault_in_sending_the_state_does_not_end_it(tmp_path: Path) -> N
 
 async def test_a_handle_is_not_waited_for_beyond_the_deadline(tmp_path: Path) -> None:
     """The engine process says that it is well, and answers nothing."""
-    state = EngineState(Health(True, True, False, False, ""), Served.of(1, fake_model(FakeEngine()).served))
+    state = EngineState(Health(True, True, False, False, ""), ServedNow.of(1, fake_model(FakeEngine()).served))
     server = await asyncio.get_running_loop().create_unix_server(
         lambda: Link(FromWorker, lambda link, message: None, lambda link: link.send(state), lambda link: None),
         str(tmp_path / "engine"),
@@ -344,7 +344,7 @@ async def test_a_reserved_place_is_never_refused_and_is_freed(tmp_path: Path) ->
 
 async def test_a_key_that_fills_the_link_leaves_it_open_to_others(tmp_path: Path) -> None:
     """The engine process says that it is well, and reads nothing for a while."""
-    state = EngineState(Health(True, True, False, False, ""), Served.of(1, fake_model(FakeEngine()).served))
+    state = EngineState(Health(True, True, False, False, ""), ServedNow.of(1, fake_model(FakeEngine()).served))
     is_over = asyncio.Event()
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -22,7 +22,7 @@ def serve(batcher: Batcher[Work], now: float = 0.0) -> list[Chunk[Work]]:
     """One forward: take, and put back what has chunks left."""
     chunks, _ = batcher.take(now)
     for chunk in chunks:
-        chunk.job.served = chunk.stop
+        chunk.job.computed = chunk.stop
         if chunk.stop < chunk.job.candidates:
             batcher.put_back(chunk.job)
     return chunks
@@ -75,9 +75,9 @@ class Machine(RuleBasedStateMachine):
             assert tokens <= BATCHING.max_context_tokens - min(first[0].context_tokens, BATCHING.max_context_tokens)
         for chunk in chunks:
             assert chunk.job.deadline > self.now
-            assert chunk.start == chunk.job.served < chunk.stop <= chunk.job.candidates
+            assert chunk.start == chunk.job.computed < chunk.stop <= chunk.job.candidates
             assert chunk.stop - chunk.start <= BATCHING.chunk_candidates
-            chunk.job.served = chunk.stop
+            chunk.job.computed = chunk.stop
             if chunk.stop < chunk.job.candidates:
                 self.batcher.put_back(chunk.job)
             else:
@@ -86,7 +86,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def counts_are_right(self) -> None:
         assert len(self.batcher) == len(self.waiting)
-        assert self.batcher.candidates == sum(each.candidates - each.served for each in self.waiting)
+        assert self.batcher.candidates == sum(each.candidates - each.computed for each in self.waiting)
         assert self.batcher.oldest() == min((each.arrived for each in self.waiting), default=None)
 
 
@@ -116,7 +116,7 @@ def test_small_requests_pass_between_the_chunks_of_a_long_one() -> None:
     assert [chunk.job for chunk in serve(batcher)] == small  # all of them before the second chunk
     chunks = [serve(batcher) for _ in range(19)]
     assert all([chunk.job for chunk in batch] == [long] for batch in chunks)
-    assert long.served == 2000
+    assert long.computed == 2000
     assert len(batcher) == 0
 
 
@@ -125,7 +125,7 @@ def test_a_long_request_is_not_starved_by_a_stream_of_small_ones() -> None:
     long = job(500)
     batcher.add(long, 0.0)
     forwards = 0
-    while long.served < long.candidates:
+    while long.computed < long.candidates:
         for _ in range(10):
             batcher.add(job(10), float(forwards))
         serve(batcher)

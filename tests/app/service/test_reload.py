@@ -147,7 +147,8 @@ async def test_reading_the_present_checkpoint_again_follows_its_link(root: Path)
         point(root / "v1")
         await ranker.reloads.reload("current")
         point(root / "nested" / "v2")
-        assert (await ranker.reloads.reload()).manifest.version == "v2"
+        model, is_changed = await ranker.reloads.reload()
+        assert (model.manifest.version, is_changed) == ("v2", True)
         point(root.parent / "outside")
         with pytest.raises(CheckpointNotFound):
             await ranker.reloads.reload()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from model.device import leave
+from model.device import set_given_up
 from model.engine import EngineError
 from model.inputs import Context
 from model.native.build import HERE, build_kernel
@@ -294,11 +294,11 @@ def test_a_device_on_which_nothing_ranks_is_not_searched_on(encoder: Encoder, co
         made.append(device)
         return TorchIndex(vectors, device)
 
-    leave(torch.device("cpu"), is_left=True)
+    set_given_up(torch.device("cpu"), True)
     try:
         engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(device="cpu:0"), on_device=counted)
     finally:
-        leave(torch.device("cpu"), is_left=False)
+        set_given_up(torch.device("cpu"), False)
     said = "cpu:0: every way of ranking there failed its checks"
     assert engine.notes["search"] == {"backend": "native", "not_on_device": said}
     assert made == []

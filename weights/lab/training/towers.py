@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from model.batch import collate, hash_rows
 from model.config import ModelConfig, RetrievalConfig
-from model.inputs import codes_as_read
+from model.inputs import NO_CANDIDATES, codes_as_read
 from model.names import checkpoint_parameters
-from model.retrieval.towers import NO_CANDIDATES, Towers
+from model.retrieval.towers import Towers
 from weights.actions import default_score_weights
 from weights.lab.training import initial
 from weights.lab.training.choices import MOSTLY_HIDDEN, Plan, new_shares
