@@ -118,11 +118,6 @@ def _learned(
     return probabilities
 
 
-def _request_of_rows(log: Log) -> Ints:
-    """The number of the request of each row of the log, from 0, int64 `[n]`."""
-    return np.cumsum(np.append(False, log.request_id[1:] != log.request_id[:-1]))
-
-
 def _second(probabilities: NDArray[np.float64]) -> Floats:
     return np.asarray(probabilities[:, 1], np.float32)
 
@@ -135,7 +130,7 @@ def history_features(
     Posts and authors are counted over all impressions, up to row `frozen`; users over what they engaged with, as the ranker's histories
     have it, to the end. `vectors`: as `post_vectors` gives them.
     """
-    log, request = examples.log, _request_of_rows(examples.log)
+    log, request = examples.log, examples.request_of_rows
     happened, is_known = log.actions[:, action], known_rows(log, action)
     engaged = log.actions.any(1) & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)

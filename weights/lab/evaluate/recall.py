@@ -120,7 +120,7 @@ def evaluate_recall(
     its user's history already.
     """
     log, posts = examples.log, Posts.of(examples.log)
-    request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+    request = examples.request_of_rows
     frozen = int(examples.starts[split])
     is_asked = (log.user_id != 0) | (examples.history_lengths[request] > 0)
     liked_rows = np.flatnonzero((worth > 0) & is_asked & (np.arange(len(log)) >= frozen))

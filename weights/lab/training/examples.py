@@ -96,13 +96,51 @@ class Groups(Sequence[NDArray[np.int64]]):
         return sums
 
 
-class Examples:
-    """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request.
+class Histories:
+    """The requests of a log in time order, each with its user's history: what the user engaged with, in any way, strictly before it.
 
     `starts`, `stops` int64 `[R]`: the rows of request i are `starts[i] … stops[i] - 1`; `times` int64, `users` uint64 `[R]`. The history
-    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`. Nobody, user 0,
+    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `length` of `first[i] … last[i] - 1`. Nobody, user 0,
     has none. `event_rows` int64 `[E]`: where the log has the events. Where the log has the context that was served, `served[i]` is its
     place there, and that is the history instead; else -1. `history_lengths` int64 `[R]`: how many events a request reads.
+    """
+
+    def __init__(self, log: Log, length: int) -> None:
+        self.log = log
+        self.starts = log.request_starts
+        self.stops = np.append(self.starts[1:], len(log))
+        self.times, self.users = log.impression_ts[self.starts], log.user_id[self.starts]
+        engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
+        order, self.first, self.last = _earlier_events(
+            log.user_id[engaged], log.impression_ts[engaged], self.users, self.times
+        )
+        self.event_rows = engaged[order]
+        self.oldest = np.maximum(self.first, self.last - length)
+        self.history_lengths = self.last - self.oldest
+        self.served = np.full(len(self.starts), -1)
+        if log.contexts is not None and log.context_id is not None:
+            self.served = log.contexts.places(log.context_id[self.starts])
+            lengths = np.minimum(log.contexts.stops - log.contexts.starts, length)
+            if len(lengths):
+                self.history_lengths = np.where(self.served >= 0, lengths[self.served], self.history_lengths)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @cached_property
+    def events(self) -> Log:
+        """What users engaged with, by user, then time."""
+        return self.log.take(self.event_rows)
+
+    @property
+    def request_of_rows(self) -> NDArray[np.int64]:
+        """The request of each row of the log, int64 `[n]`."""
+        return np.repeat(np.arange(len(self)), self.stops - self.starts)
+
+
+class Examples(Histories):
+    """Requests of a log with their histories, as a model of this architecture reads them, and what users did as labels.
+
     `smoothed` float32 `[n, A]`: what training learns in place of the actions of the first n rows, if set.
     Raises LogError for a log that does not fit the architecture.
     """
@@ -115,32 +153,8 @@ class Examples:
         if (surface := int(log.product_surface.max())) >= config.product_surfaces:
             raise LogError(f"product_surface must be below {config.product_surfaces}, got {surface}")
         _check_codes(log, config)
-        self.log = log
+        super().__init__(log, config.history_length)
         self.config = config
-        self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
-        self.stops = np.append(self.starts[1:], len(log))
-        self.times, self.users = log.impression_ts[self.starts], log.user_id[self.starts]
-        engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
-        order, self.first, self.last = histories(
-            log.user_id[engaged], log.impression_ts[engaged], self.users, self.times
-        )
-        self.event_rows = engaged[order]
-        self.oldest = np.maximum(self.first, self.last - config.history_length)
-        self.history_lengths = self.last - self.oldest
-        self.served = np.full(len(self.starts), -1)
-        if log.contexts is not None and log.context_id is not None:
-            self.served = log.contexts.places(log.context_id[self.starts])
-            lengths = np.minimum(log.contexts.stops - log.contexts.starts, config.history_length)
-            if len(lengths):
-                self.history_lengths = np.where(self.served >= 0, lengths[self.served], self.history_lengths)
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    @cached_property
-    def events(self) -> Log:
-        """What users engaged with, by user, then time."""
-        return self.log.take(self.event_rows)
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -271,7 +285,7 @@ def _codes_as_read(codes: NDArray[np.int64], config: ModelConfig) -> NDArray[np.
     return read
 
 
-def histories(
+def _earlier_events(
     user_id: NDArray[np.uint64], impression_ts: NDArray[np.int64], of_user: NDArray[np.uint64], at: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """The order of events by user, then time, and for each request (of a user, at a time) its earlier events in that order: first, last.

@@ -169,9 +169,14 @@ class Log:
         return np.unique(2 * ids + nobody, return_inverse=True)[1]  # a user may have the number of a request
 
     @property
+    def request_starts(self) -> NDArray[np.int64]:
+        """The first row of each request, int64 `[R]`; the rows of one are adjacent."""
+        return np.flatnonzero(np.append(True, self.request_id[1:] != self.request_id[:-1])[: len(self)])
+
+    @property
     def requests(self) -> int:
-        """The number of requests; the rows of one are adjacent."""
-        return int(np.count_nonzero(self.request_id[1:] != self.request_id[:-1])) + min(len(self), 1)
+        """The number of requests."""
+        return len(self.request_starts)
 
     def ids(self, name: str, rows: NDArray[np.int64]) -> list[str]:
         """The ids of one column as callers write them: texts or decimals."""
@@ -398,7 +403,7 @@ def check_requests(log: Log, place: Place) -> None:
     for name, values in columns.items():
         if values is not None and (differs := ~begins & (values[1:] != values[:-1])).any():
             raise LogError(f"{place(int(differs.argmax()) + 1)}: {one} {name}")
-    first = np.append(0, np.flatnonzero(begins) + 1)
+    first = log.request_starts
     met, count = np.unique(request[first], return_counts=True)
     if len(met) < len(first):
         again = np.flatnonzero(request[first] == met[count > 1][0])[1]

@@ -96,8 +96,7 @@ def validation_begins(log: Log, until_ts: int | None, settings: TrainSettings) -
     """The time of the first request that `train` validates on, Unix seconds."""
     past = log if until_ts is None else log.before(until_ts)
     _, validation = split(past.requests, settings.validation_requests, settings.validation_share)
-    starts = np.flatnonzero(np.append(True, past.request_id[1:] != past.request_id[:-1]))
-    return int(past.impression_ts[starts[validation[0]]])
+    return int(past.impression_ts[past.request_starts[validation[0]]])
 
 
 def split(

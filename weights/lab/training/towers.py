@@ -101,7 +101,7 @@ class Pairs:
         self.worth = log.actions @ np.array([weights.get(name, 0.0) for name in log.action_names])
         is_by_author = (log.author_id != 0) & (key == "author")
         self.key: NDArray[np.uint64] = np.where(is_by_author, log.author_id, log.post_id)
-        request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+        request = examples.request_of_rows
         liked, passed = self.worth > 0, ~log.actions.any(1)
         if log.unknown is not None:  # an action that nobody knows of may have been taken
             passed &= ~log.unknown.any(1)
