@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.batch import Batch, collate, pad
 from model.config import MAX_DWELL_SECONDS, ModelConfig
-from model.inputs import Candidates, Context, age_bucket
+from model.inputs import Candidates, Context, age_bucket, codes_fitting
 from weights.lab.training.log import Log
 from weights.tables import LogError
 from weights.values import codes_rule
@@ -175,7 +175,7 @@ class Examples(Histories):
             log.product_surface[rows],
             log.dwell_seconds[rows],
             is_kept,
-            codes=_codes_as_read(log.codes[rows], self.config),
+            codes=self.codes(rows),
         )
 
     def history_posts(self, index: int) -> NDArray[np.uint64]:
@@ -193,7 +193,12 @@ class Examples(Histories):
         log = self.log
         ages = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config)
         columns = log.post_id[rows], log.author_id[rows], log.product_surface[rows], ages
-        return Candidates(*columns, codes=_codes_as_read(log.codes[rows], self.config))
+        return Candidates(*columns, codes=self.codes(rows))
+
+    def codes(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int64]:
+        """The content codes of the given rows as the model reads them, int64 `[n, Q]`; levels that the log lacks have code 0."""
+        codes = self.log.codes[rows]
+        return codes_fitting(codes, len(codes), self.config)
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """The labels of the given rows, one list per request, padded to the longest."""
@@ -275,14 +280,6 @@ def _check_codes(log: Log, config: ModelConfig) -> None:
     levels, values = config.code_levels, config.code_values
     if levels and ((log.codes[:, :levels] > values).any() or log.codes[:, levels:].any()):
         raise LogError(f"the content codes of the log do not fit the architecture: codes {codes_rule(levels, values)}")
-
-
-def _codes_as_read(codes: NDArray[np.int64], config: ModelConfig) -> NDArray[np.int64]:
-    """The content codes of some rows as the model reads them, int64 `[n, Q]`; levels that the log lacks have code 0."""
-    read = np.zeros((len(codes), config.code_levels), np.int64)
-    levels = min(codes.shape[1], config.code_levels)
-    read[:, :levels] = codes[:, :levels]
-    return read
 
 
 def _earlier_events(

@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from model.batch import collate, hash_rows
 from model.config import ModelConfig, RetrievalConfig
-from model.inputs import codes_as_read
 from model.names import checkpoint_parameters
 from model.retrieval.towers import NO_CANDIDATES, Towers
 from weights.actions import default_score_weights
@@ -196,7 +195,7 @@ def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.ra
     vectors = towers.posts(
         torch.from_numpy(hash_rows(posts, config.post_hashes)),
         torch.from_numpy(hash_rows(authors, config.author_hashes)),
-        torch.from_numpy(codes_as_read(log.codes[rows], config)),
+        torch.from_numpy(examples.codes(rows)),
     )
     logits = users @ vectors.T / settings.temperature - torch.from_numpy(pairs.log_share[rows])
     key = pairs.key[rows]

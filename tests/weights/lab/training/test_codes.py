@@ -27,7 +27,7 @@ from weights.lab.training.choices import plan
 from weights.lab.training.examples import Examples, HiddenShares
 from weights.lab.training.log import Log, read_log, write_log
 from weights.lab.training.posts import write_posts
-from weights.lab.training.towers import tower_settings
+from weights.lab.training.towers import TowerSettings, tower_settings, towers_config, train_towers
 from weights.lab.world.simulate import World, simulate
 from weights.tables import LogError
 
@@ -69,6 +69,15 @@ def test_codes_outside_the_architecture_are_refused(world: World) -> None:
             Examples(log, replace(small_config(), code_levels=levels, code_values=values))
     padded = Examples(log, replace(small_config(), code_levels=3, code_values=9))
     assert padded.candidates(padded.rows(0)).codes[:, 2].tolist() == [0] * len(padded.rows(0))
+
+
+def test_towers_read_a_level_that_the_log_lacks_as_none(world: World) -> None:
+    config = towers_config(replace(small_config(), code_levels=3, code_values=9))
+    fewer = coded(world.log)
+    padded = replace(fewer, codes=np.pad(fewer.codes, ((0, 0), (0, 1))))
+    settings = TowerSettings(steps=2, batch_requests=16)
+    one, other = (train_towers(log, config, settings, until_ts=None).state_dict() for log in (fewer, padded))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_hidden_codes_are_none_in_the_stated_share(world: World) -> None:
