@@ -59,7 +59,7 @@ class Past:
 
 def popularity(log: Log, frozen: int, action: int) -> Floats:
     """The rate of the action before row `frozen` of each row's post, drawn towards its author's, float32 `[n]`."""
-    post, author, prior = rates(log, frozen, log.actions[:, action], known_rows(log, action))
+    post, author, prior = rates(log, frozen, log.actions[:, action], log.known_rows(action))
     return post.rate(author.rate(prior))
 
 
@@ -81,7 +81,7 @@ def _rows_to_fit_on(log: Log, frozen: int, action: int, seed: int) -> Ints:
     """At most MOST_ROWS of the rows before `frozen` that have counts and whose outcome is known, in order."""
     first = int(frozen * COUNTS_FROM)
     rows = np.sort(first + np.random.default_rng(seed).permutation(frozen - first)[:MOST_ROWS])
-    return rows[known_rows(log, action)[rows]]
+    return rows[log.known_rows(action)[rows]]
 
 
 def _logistic(features: NDArray[np.float64], happened: NDArray[np.bool_], others: NDArray[np.float64]) -> Floats:
@@ -102,7 +102,7 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     anything, or this action, with the author and with the post; the age; which surface.
     """
     log = examples.log
-    happened, is_known, did_any = log.actions[:, action], known_rows(log, action), np.asarray(log.actions.any(1))
+    happened, is_known, did_any = log.actions[:, action], log.known_rows(action), np.asarray(log.actions.any(1))
     engaged = did_any & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
     any_post, any_author, any_prior = rates(log, frozen, did_any, np.ones(len(log), bool))
@@ -118,11 +118,6 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
         days, np.log1p(24 * days), *(log.product_surface == surface for surface in surfaces),
     ]  # fmt: skip
     return np.stack(columns, 1).astype(np.float64)
-
-
-def known_rows(log: Log, action: int) -> NDArray[np.bool_]:
-    """The rows of which it is known whether the action was taken, bool `[n]`."""
-    return np.ones(len(log), bool) if log.unknown is None else ~log.unknown[:, action]
 
 
 def rates(log: Log, frozen: int, happened: NDArray[np.bool_], is_known: NDArray[np.bool_]) -> tuple[Past, Past, float]:
@@ -151,7 +146,7 @@ def rates_pass(log: Log, frozen: int, action: int) -> bool:
     Their AUC must be below LASTING_AUC by two standard deviations of the AUC of a random order (Mann and Whitney, 1947,
     https://doi.org/10.1214/aoms/1177730491).
     """
-    later = np.flatnonzero(known_rows(log, action)[frozen:]) + frozen
+    later = np.flatnonzero(log.known_rows(action)[frozen:]) + frozen
     happened = log.actions[later, action]
     positives, negatives = int(happened.sum()), int((~happened).sum())
     if not positives or not negatives:

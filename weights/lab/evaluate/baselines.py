@@ -12,7 +12,6 @@ from weights.lab.counts import (
     Floats,
     Ints,
     count_probabilities,
-    known_rows,
     of_users,
     popularity,
     rates,
@@ -98,7 +97,7 @@ def _learned(
     likeness = [FEATURES.index(name) for name in FEATURES if "likeness" in name or name == "post rate"]
     for done, action in enumerate(actions):
         before, features = (history_features(examples, frozen, action, of_posts) for of_posts in vectors)
-        rows_known = rows[known_rows(examples.log, action)[rows]]
+        rows_known = rows[examples.log.known_rows(action)[rows]]
         happened = examples.log.actions[rows_known, action]
         if happened.all() or not happened.any():
             probabilities[FACTORS][action] = probabilities[BOOSTED][action] = features[
@@ -131,7 +130,7 @@ def history_features(
     have it, to the end. `vectors`: as `post_vectors` gives them.
     """
     log, request = examples.log, examples.request_of_rows
-    happened, is_known = log.actions[:, action], known_rows(log, action)
+    happened, is_known = log.actions[:, action], log.known_rows(action)
     engaged = log.actions.any(1) & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
     user, pair, again = of_users(log, happened, engaged)

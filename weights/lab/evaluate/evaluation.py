@@ -237,7 +237,7 @@ class Judge:
         return cls(log, user, request, user[first], draws_of(int(user.max()) + 1))
 
     def measured(
-        self, happened: NDArray[np.bool_], score: metrics.Array, is_known: NDArray[np.bool_] | slice = slice(None)
+        self, happened: NDArray[np.bool_], score: metrics.Array, is_known: NDArray[np.bool_]
     ) -> dict[str, Sampled]:
         """Each metric that these rows can have, by its name in METRICS. `is_known`: the rows of which it is known what happened."""
         requests = len(self.user_of_request)
@@ -464,14 +464,14 @@ def _histories(examples: Examples, requests: NDArray[np.int64]) -> tuple[float, 
     return float(examples.history_lengths[served].mean()), float(of_rows.mean())
 
 
-def known_worth(log: Log, weights: NDArray[np.floating]) -> NDArray[np.bool_] | slice:
-    """The rows of which every action that the score is for is known. An action that is known of no row is left out."""
+def known_worth(log: Log, weights: NDArray[np.floating]) -> NDArray[np.bool_]:
+    """The rows of which every action that the score is for is known, bool `[n]`. An action that is known of no row is left out."""
     if log.unknown is None:
-        return slice(None)
+        return np.ones(len(log), bool)
     return np.asarray(~log.unknown[:, (weights != 0) & log.known_actions].any(1))
 
 
-def _score(judge: Judge, score: Floats, worth: Floats, is_known: NDArray[np.bool_] | slice) -> dict[str, Figure]:
+def _score(judge: Judge, score: Floats, worth: Floats, is_known: NDArray[np.bool_]) -> dict[str, Figure]:
     """NDCG of the served score by what the actions are worth; empty if there is never anything to order."""
     score, worth = score[is_known], worth[is_known]
     lists = ndcg(judge.request[is_known], score, worth, K), ndcg(judge.user[is_known], score, worth, K)
@@ -524,7 +524,7 @@ def _groups(
     for kind in ("user", "post", "author"):
         is_old = np.isin(getattr(test, f"{kind}_id"), getattr(train, f"{kind}_id"))
         for name, rows in ((f"known {kind}s", is_old), (f"new {kind}s", ~is_old)):
-            judged_rows = {i: rows if test.unknown is None else rows & ~test.unknown[:, i] for i in headline}
+            judged_rows = {i: rows & test.known_rows(i) for i in headline}
             aucs = {
                 source: metrics.mean(
                     metrics.auc(test.actions[judged_rows[i], i], probabilities[i][judged_rows[i]]) for i in headline

@@ -80,15 +80,13 @@ def rankings_of(
             f"the log knows of no impression from {since_ts} on whether {names} was taken, so there is no reward to estimate: give a log "
             "that tells, or a checkpoint whose score is for actions that this log knows"
         )
-    is_known = np.zeros(len(shown), bool)
-    is_known[known_worth(shown, weights)] = True
     probabilities = predict(ranker, examples, requests, corrections=corrections).probabilities.astype(np.float64)
     return Rankings(
         request=np.unique(shown.request_id, return_inverse=True)[1],
         user=shown.people,
         position=np.asarray(shown.position),
         propensity=np.asarray(shown.propensity, np.float64),
-        reward=np.where(is_known, shown.actions @ counted, np.nan),
+        reward=np.where(known_worth(shown, weights), shown.actions @ counted, np.nan),
         score=probabilities @ weights,
         predicted=probabilities @ counted,
     )

@@ -144,9 +144,9 @@ class Log:
         """The impressions shown at this time, Unix seconds, or later."""
         return self.take(slice(int(np.searchsorted(self.impression_ts, from_ts)), len(self)))
 
-    def known_rows(self, action: int) -> NDArray[np.bool_] | slice:
-        """The rows of which it is known whether the action, by its place, was taken."""
-        return slice(None) if self.unknown is None else ~self.unknown[:, action]
+    def known_rows(self, action: int) -> NDArray[np.bool_]:
+        """The rows of which it is known whether the action, by its place, was taken, bool `[n]`."""
+        return np.ones(len(self), bool) if self.unknown is None else ~self.unknown[:, action]
 
     @property
     def known_actions(self) -> NDArray[np.bool_]:
