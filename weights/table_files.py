@@ -24,7 +24,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from weights.git_lfs import HEAD_BYTES, pointer_problem
-from weights.tables import LogError, is_text, json_error, json_problem
+from weights.tables import LogError, Place, is_text, json_error, json_problem
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
 """The format of a file by the end of its name, before that of a compression."""
@@ -282,16 +282,24 @@ def check_unchanged(source: Table, before: Unchanged) -> None:
         raise LogError(f"{changed[0]} was changed while it was read: begin again, in another place")
 
 
-def tables_of(source: Table, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield a table in pieces of about `rows` rows; all columns if `columns` is None. Raises LogError."""
+def tables_of(source: Table, rows: int, columns: list[str] | None = None) -> Iterator[tuple[pa.Table, Place]]:
+    """Yield a table in pieces of about `rows` rows, each with what names one of its rows; all columns if `columns` is None.
+
+    Raises LogError.
+    """
     batches: list[pa.RecordBatch] = []
+    before = 0
     for batch in source.batches(columns):
         batches.append(batch)
-        if sum(map(len, batches)) >= rows:
-            yield pa.Table.from_batches(batches)
-            batches = []
+        if (count := sum(map(len, batches))) >= rows:
+            yield pa.Table.from_batches(batches), partial(_place_behind, source, before)
+            batches, before = [], before + count
     if batches:
-        yield pa.Table.from_batches(batches)
+        yield pa.Table.from_batches(batches), partial(_place_behind, source, before)
+
+
+def _place_behind(source: Table, before: int, row: int) -> str:
+    return place_of(source, before + row)
 
 
 def filesystem_of(path: Path | str) -> tuple[pa.fs.FileSystem, str]:

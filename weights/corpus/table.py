@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from weights.corpus.importer import REPRESENTATIONS, Posts, in_bounds
 from weights.corpus.manifest import CODES, TEXTS
 from weights.errors import CheckpointError
 from weights.table_files import open_table, place_of, tables_of
-from weights.tables import ID_TYPES, LogError, column_of, ids_of, rows_of_lists, texts_of
+from weights.tables import ID_TYPES, LogError, Place, column_of, ids_of, rows_of_lists, texts_of
 from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")
@@ -71,15 +70,8 @@ class PostsTable(Posts):
         for table, place in self._tables("topics"):
             yield column_of(table, "topics", pa.string(), place, "").astype(str)
 
-    def _tables(self, *names: str) -> Iterator[tuple[pa.Table, Callable[[int], str]]]:
-        """Pieces of these columns, each with what names one of its rows."""
-        start = 0
-        for table in tables_of(self._source, PIECE_ROWS, list(names)):
-            yield table, partial(self._place_after, start)
-            start += len(table)
-
-    def _place_after(self, start: int, row: int) -> str:
-        return self.place(start + row)
+    def _tables(self, *names: str) -> Iterator[tuple[pa.Table, Place]]:
+        return tables_of(self._source, PIECE_ROWS, list(names))
 
     def _listed(self, name: str) -> Iterator[list[str]]:
         for table, place in self._tables(name):

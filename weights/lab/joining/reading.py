@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from model.inputs import CLOCK_SKEW_SECONDS
 from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.training.log import date_of
 from weights.served import OPEN_SUFFIX, PARTS, DamagedPart, open_part
-from weights.table_files import Table, open_table, place_of, tables_of
+from weights.table_files import Table, open_table, tables_of
 from weights.tables import LogError, Place, column_of
 from weights.text_ids import IdKind, is_text_id, text_ids
 from weights.values import Problem, problem_of_times
@@ -259,8 +258,8 @@ def read_events(
     if missing := [name for name in REQUIRED if name not in source.schema.names]:
         raise LogError(f"{source.files[0]} lacks the column {missing[0]}: an event has {', '.join(REQUIRED)}")
     rows, done = source.count_rows(), 0
-    for table in tables_of(source, PIECE_ROWS):
-        checked = _checked_events(table, source, ids, partial(_place, source, done))
+    for table, place in tables_of(source, PIECE_ROWS):
+        checked = _checked_events(table, source, ids, place)
         done += len(table)
         if since_ts is not None:
             checked = checked.filter(pc.greater_equal(checked.column("event_ts"), since_ts - CLOCK_SKEW_SECONDS))
@@ -272,10 +271,6 @@ def read_events(
         progress("Reading events", done, rows)
     if not done:
         raise LogError(f"{path} holds no events")
-
-
-def _place(source: Table, before: int, row: int) -> str:
-    return place_of(source, before + row)
 
 
 def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -> pa.Table:

@@ -25,8 +25,8 @@ from weights.format.writer import alone_in, name_whole, named, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
 from weights.lab.training.contexts import open_contexts
 from weights.lab.training.log import action_names, checked_columns, open_log
-from weights.table_files import Table, Unchanged, check_unchanged, files_of, place_of, tables_of
-from weights.tables import LogError
+from weights.table_files import Table, Unchanged, check_unchanged, files_of, tables_of
+from weights.tables import LogError, Place
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
@@ -160,8 +160,8 @@ def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: P
     with named(split, left=""):
         writers = [pa.ipc.new_file(file, source.schema) for file in files]
     done = 0
-    for table in tables_of(source, ROUND_ROWS):
-        where = partition_of(_checked(table, source, done, manifest), run.partitions)
+    for table, place in tables_of(source, ROUND_ROWS):
+        where = partition_of(_checked(table, source, place, manifest), run.partitions)
         order = np.argsort(where, kind="stable")
         sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(run.partitions + 1))
         for writer, first, last in zip(writers, edges[:-1], edges[1:], strict=True):
@@ -177,13 +177,10 @@ def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: P
     name_whole(unfinished, split)
 
 
-def _checked(table: pa.Table, source: Table, before: int, manifest: Manifest) -> NDArray[np.uint64]:
-    """Whose rows are to stay together, in a piece of the log that begins behind `before` rows: each user's, and each request's of nobody.
-    Raises LogError for a value that a request may not have."""
-    surfaces = manifest.config.product_surfaces
-    columns, _ = checked_columns(
-        table, source.files[0], manifest.ids, surfaces, lambda row: place_of(source, before + row)
-    )
+def _checked(table: pa.Table, source: Table, place: Place, manifest: Manifest) -> NDArray[np.uint64]:
+    """Whose rows are to stay together, in a piece of the log: each user's, and each request's of nobody. Raises LogError for a value that a
+    request may not have."""
+    columns, _ = checked_columns(table, source.files[0], manifest.ids, manifest.config.product_surfaces, place)
     users: NDArray[np.uint64] = np.where(columns["user_id"] == 0, columns["request_id"], columns["user_id"])
     return users
 

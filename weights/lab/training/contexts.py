@@ -20,7 +20,7 @@ from model.bounds import LARGEST
 from model.config import ModelConfig
 from model.inputs import Context, codes_fitting
 from weights.lab.training.columns import Columns, Growing, InMemory
-from weights.table_files import Table, filesystem_of, open_table, place_of, tables_of
+from weights.table_files import Table, filesystem_of, open_table, tables_of
 from weights.tables import Check, LogError, Place, column_of, rows_of_lists
 from weights.values import Problem, problem_of_actions, problem_of_codes, problem_of_dwells, problem_of_surfaces
 
@@ -131,18 +131,17 @@ def append_contexts(source: Table, action_names: tuple[str, ...], growing: Growi
         | empty
         | {"actions": np.zeros((0, len(action_names)), np.float32)}
     )
-    before, levels = 0, 0
+    levels = 0
     if CODES in source.schema.names:
         pieces = tables_of(source, PIECE_CONTEXTS, [CODES])
-        levels = max((_codes(table, source.files[0]).shape[1] for table in pieces), default=0)
-    for table in tables_of(source, PIECE_CONTEXTS):
-        columns = _checked(table, source, before, action_names)
+        levels = max((_codes(table, source.files[0]).shape[1] for table, _ in pieces), default=0)
+    for table, place in tables_of(source, PIECE_CONTEXTS):
+        columns = _checked(table, place, action_names)
         events = len(columns["post_ids"])
         codes = _codes(table, source.files[0], levels) if levels else np.zeros((events, 0), np.int64)
         if len(codes) != events:
-            raise LogError(f"{place_of(source, before)} or below: {CODES} is not as long as {next(iter(LISTS))}")
+            raise LogError(f"{place(0)} or below: {CODES} is not as long as {next(iter(LISTS))}")
         growing.append(columns | {CODES: codes})
-        before += len(table)
 
 
 def _codes(table: pa.Table, where: str, levels: int = 0) -> NDArray[np.int64]:
@@ -167,12 +166,8 @@ def served_contexts(columns: Columns) -> ServedContexts:
     return ServedContexts(ids[order], (stops - columns["lengths"])[order], stops[order], **events)
 
 
-def _checked(table: pa.Table, source: Table, before: int, action_names: tuple[str, ...]) -> Columns:
-    """The columns of a piece that begins behind `before` contexts. Raises LogError."""
-
-    def place(row: int) -> str:
-        return place_of(source, before + row)
-
+def _checked(table: pa.Table, place: Place, action_names: tuple[str, ...]) -> Columns:
+    """The columns of a piece of the contexts. Raises LogError."""
     ids: NDArray[np.uint64] = column_of(table, "context_id", pa.uint64(), place)
     if (ids == 0).any():
         raise LogError(f"{place(int((ids == 0).argmax()))}: context_id must not be 0")

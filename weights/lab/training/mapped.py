@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +148,8 @@ def _pieces(
 ) -> Iterator[tuple[Columns, Texts | None]]:
     """The checked columns of the log, piece by piece, each with the number of its row in the log."""
     done, levels = 0, _code_levels(source)
-    for table in tables_of(source, PIECE_ROWS):
-        columns, texts = checked_columns(table, where, ids, surfaces, partial(_place, source, done), levels)
+    for table, place in tables_of(source, PIECE_ROWS):
+        columns, texts = checked_columns(table, where, ids, surfaces, place, levels)
         columns["row"] = np.arange(done, done + len(table))
         done += len(table)
         progress("Reading the log", done, rows)
@@ -161,15 +160,8 @@ def _code_levels(source: Table) -> int:
     """How many levels of content codes some row of the log has. Raises LogError."""
     if CODES not in source.schema.names:
         return 0
-    done, most = 0, 0
-    for table in tables_of(source, PIECE_ROWS, [CODES]):
-        most = max(most, rows_of_lists(table, CODES, partial(_place, source, done)).shape[1])
-        done += len(table)
-    return most
-
-
-def _place(source: Table, before: int, row: int) -> str:
-    return place_of(source, before + row)
+    pieces = tables_of(source, PIECE_ROWS, [CODES])
+    return max((rows_of_lists(table, CODES, place).shape[1] for table, place in pieces), default=0)
 
 
 def _packed(columns: dict[str, Any]) -> dict[str, NDArray[Any]]:
