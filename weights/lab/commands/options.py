@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from model.bounds import LARGEST
 from model.config import ModelConfig
 from weights.commands.console import Update, progress_bar, writable
 from weights.errors import CheckpointError
@@ -70,12 +71,21 @@ Until = Annotated[
 ]
 
 
-def log_of(log: Path, ids: IdKind, surfaces: int, cache: Path | None = None) -> Log:
-    """Read a log, showing how far that is. Raises LogError."""
+def read_with_bar(
+    log: Path, ids: IdKind, surfaces: int = LARGEST["product_surfaces"], cache: Path | None = None
+) -> Log:
+    """Read a log, showing how far that is. Raises LogError, as `read_log`."""
     from weights.lab.training.log import read_log
 
     with progress_bar() as bar:
         return read_log(log, ids, surfaces, cache, bar)
+
+
+def log_for(manifest: Manifest, log: Path, cache: Path | None) -> Log:
+    """Read a log for a checkpoint, its actions in the checkpoint's order, showing how far that is. Raises LogError."""
+    from weights.lab.training.log import aligned
+
+    return aligned(read_with_bar(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
 
 
 @contextmanager
