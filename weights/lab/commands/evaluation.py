@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weights.actions import dwell_output
+from weights.actions import dwell_output, weight_vector
 from weights.checkpoint import load_checkpoint
 from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
@@ -100,7 +100,7 @@ def off_policy_(
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
         impressions = log_for(manifest, log, cache)
-        weights = np.array([manifest.score_weights.get(name, 0.0) for name in manifest.action_names])
+        weights = weight_vector(manifest.score_weights, manifest.action_names)
         since_ts = since_of(since, manifest, impressions)
         rankings = rankings_of(loaded.ranker, impressions, since_ts, weights, manifest.corrections)
         estimates = off_policy(rankings, temperature, places)

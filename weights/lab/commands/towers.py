@@ -184,7 +184,7 @@ def eval_retrieval(
         if log is None:
             _eval_in_world(encoder, Path(str(ranker)), seed, set_)
             return
-        from weights.actions import score_weights_of
+        from weights.actions import score_weights_of, weight_vector
         from weights.lab.evaluate.recall import evaluate_recall
         from weights.lab.training.choices import propose_score_weights
         from weights.lab.training.examples import Examples
@@ -199,7 +199,7 @@ def eval_retrieval(
             if score_weights
             else propose_score_weights(impressions.before(until))[0]
         )
-        worth = impressions.actions @ np.array([weights.get(name, 0.0) for name in impressions.action_names])
+        worth = impressions.actions @ weight_vector(weights, impressions.action_names)
         examples = Examples(impressions, manifest.config)
         with progress_bar() as bar:
             recalls = evaluate_recall(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from model.config import MAX_DWELL_SECONDS
 from model.ranker import Ranker
 from model.ranking import Calibration
+from weights.actions import weight_vector
 from weights.lab.evaluate import metrics
 from weights.lab.evaluate.baselines import BASELINES, SIMPLE, baselines
 from weights.lab.evaluate.metrics import CHANCE, Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
@@ -307,7 +308,7 @@ def evaluate(
         sources[OPTIMUM] = dict(enumerate(facts.truth.probabilities.T))
     judge, names = Judge.of(test), log.action_names
     figures, comparisons = _compared(judge, sources, headline, partial(progress, "intervals"))
-    weights = np.array([score_weights.get(name, 0.0) for name in names], np.float32)
+    weights = weight_vector(score_weights, names).astype(np.float32)
     sample = np.sort(np.random.default_rng(seed).permutation(requests)[:ablation_requests])
     return Evaluation(
         actions=names,
@@ -420,7 +421,7 @@ def on_own_validation(
 def headline_actions(test: Log, score_weights: Mapping[str, float]) -> list[int]:
     """The actions, by place, that the score is mostly for: those of positive weight with both outcomes, frequent if there are such."""
     shares = test.shares
-    worth = np.array([score_weights.get(name, 0.0) for name in test.action_names])
+    worth = weight_vector(score_weights, test.action_names)
     worth = worth if (worth > 0).any() else np.ones(len(worth))
     eligible = [i for i in np.argsort(-worth * shares, kind="stable").tolist() if worth[i] > 0 and 0 < shares[i] < 1]
     return ([i for i in eligible if shares[i] >= FREQUENT_SHARE] or eligible)[:MOST_HEADLINES]

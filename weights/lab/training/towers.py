@@ -22,7 +22,7 @@ from model.batch import collate, hash_rows
 from model.config import ModelConfig, RetrievalConfig
 from model.names import checkpoint_parameters
 from model.retrieval.towers import NO_CANDIDATES, Towers
-from weights.actions import default_score_weights
+from weights.actions import default_score_weights, weight_vector
 from weights.lab.training import initial
 from weights.lab.training.choices import MOSTLY_HIDDEN, Plan, new_shares
 from weights.lab.training.examples import Examples, hide
@@ -67,7 +67,7 @@ LIKED_PASSES, STEPS = 5.5, (150, 2000)
 def tower_settings(log: Log, plan: Plan) -> TowerSettings:
     """Decide how the towers learn from what `plan` saw in the log: hidden ids as the ranker's, whose share corrects, how many steps."""
     training = log if plan.until_ts is None else log.before(plan.until_ts)
-    worth = training.actions @ np.array([plan.score_weights.get(name, 0.0) for name in log.action_names])
+    worth = training.actions @ weight_vector(plan.score_weights, log.action_names)
     liked = len(np.unique(training.request_id[worth > 0]))
     hidden = plan.settings.hidden_post_share
     settings = TowerSettings(
@@ -97,7 +97,7 @@ class Pairs:
     def __init__(self, examples: Examples, weights: Mapping[str, float], key: Literal["author", "post"]) -> None:
         log = examples.log
         self.examples = examples
-        self.worth = log.actions @ np.array([weights.get(name, 0.0) for name in log.action_names])
+        self.worth = log.actions @ weight_vector(weights, log.action_names)
         is_by_author = (log.author_id != 0) & (key == "author")
         self.key: NDArray[np.uint64] = np.where(is_by_author, log.author_id, log.post_id)
         request = examples.request_of_rows
