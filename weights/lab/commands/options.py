@@ -16,9 +16,10 @@ import typer
 
 from model.bounds import LARGEST
 from model.config import ModelConfig
-from weights.commands.console import Update, progress_bar, writable
+from weights.commands.console import progress_bar, writable
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
+from weights.progress import Update
 from weights.text_ids import IdKind
 from weights.values import time_problem
 

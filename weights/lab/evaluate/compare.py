@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import urlsafe_b64encode
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from weights.lab.report import plain, rendered, write_report
 from weights.lab.training.example import request_body
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
+from weights.progress import Update
 from weights.tables import LogError
 
 CHANGED = 10
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def compare(
     since: int,
     most: int,
     seed: int = 1,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> Comparison:
     """Compare on at most `most` requests from `since` on, drawn by `seed`. `logs`: one log with each checkpoint's actions in its order.
 

@@ -22,6 +22,7 @@ from weights.lab.training.log import IN_MEMORY_ROWS, Log
 from weights.lab.training.run import check_split, split
 from weights.lab.training.settings import TrainSettings
 from weights.lab.world.store import Facts
+from weights.progress import Update
 
 FREQUENT_SHARE = 0.01
 MOST_HEADLINES = 5
@@ -33,7 +34,6 @@ MODEL, TRUE_AFFINITY, OPTIMUM = "model", "true affinity", "optimum"
 K = 10
 METRICS = ("AUC", "AUC within users", "AUC within requests", f"NDCG@{K} of requests", f"NDCG@{K} of users")
 Floats = NDArray[np.float32]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ def evaluate(
     corrections: Calibration | None = None,
     ablation_requests: int = 2000,
     seed: int = 1,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> Evaluation:
     """Compare on all requests from `test_ts` on. Baselines know the log before it. `facts` adds the world's optimum;
     `dwell_output` is the continuous output that predicts the dwell, None if there is none; `corrections` is the checkpoint's calibration.
@@ -501,7 +501,7 @@ def _ablations(
     examples: Examples,
     sample: NDArray[np.int64],
     headline: list[int],
-    progress: Progress,
+    progress: Update,
     corrections: Calibration | None,
 ) -> dict[str, tuple[float, float]]:
     rows = examples.log.take(rows_of(examples, sample))

@@ -15,8 +15,9 @@ import duckdb
 from model.inputs import CLOCK_SKEW_SECONDS
 from weights.format.writer import written_beside
 from weights.lab.joining.counts import JoinCounts, NothingJoins
-from weights.lab.joining.reading import LostPart, Progress, number_of, read_events, read_parts
+from weights.lab.joining.reading import LostPart, number_of, read_events, read_parts
 from weights.lab.joining.writing import write_contexts, write_impressions
+from weights.progress import Update
 from weights.served import hold
 from weights.tables import LogError
 from weights.text_ids import IdKind
@@ -167,7 +168,7 @@ def join(
     events: Path | str,
     out: Path,
     settings: JoinSettings,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> JoinCounts:
     """Write to the directory `out` the log of the candidates that were shown, with what users did, the context as served, the position and
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
@@ -196,7 +197,7 @@ def _join_into(
     served: Path,
     events: Path | str,
     settings: JoinSettings,
-    progress: Progress,
+    progress: Update,
     *,
     is_thorough: bool,
 ) -> JoinCounts:
@@ -264,7 +265,7 @@ def _join(
     names: tuple[str, ...],
     settings: JoinSettings,
     counts: JoinCounts,
-    progress: Progress,
+    progress: Update,
 ) -> None:
     """Make the tables `shown` and `labels`, and count. Raises LogError."""
     if settings.since_ts is None:

@@ -7,7 +7,7 @@ one for each event.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from model.inputs import CLOCK_SKEW_SECONDS
 from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.training.log import date_of
+from weights.progress import Update
 from weights.served import OPEN_SUFFIX, PARTS, DamagedPart, open_part
 from weights.table_files import Table, open_table, tables_of
 from weights.tables import LogError, Place, column_of
@@ -44,8 +45,6 @@ COLUMNS = (
     "request_id", "served_us", "impression_ts", "user_id", "context_id", "history.post_ids", "returned", "model_digest",
     "candidates", "scores", "created_at", "ranks", "propensities",
 )  # fmt: skip
-
-Progress = Callable[[str, int, int], None]
 
 TABLES = """
 CREATE TABLE rankings (
@@ -120,7 +119,7 @@ def read_parts(
     actions: tuple[str, ...],
     first_ts: int | None,
     counts: JoinCounts,
-    progress: Progress,
+    progress: Update,
     *,
     is_thorough: bool = False,
 ) -> tuple[list[ReadPart], tuple[str, ...]]:
@@ -249,7 +248,7 @@ def read_events(
     ids: IdKind,
     since_ts: int | None,
     counts: JoinCounts,
-    progress: Progress,
+    progress: Update,
 ) -> None:
     """Read and check events. Those before `since_ts`, Unix seconds, are checked and left out. Raises LogError, which names the file and
     the row."""

@@ -70,6 +70,7 @@ from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
 from weights.lab.training.state import StateError
 from weights.lab.training.trainer import Status, TrainingError
+from weights.progress import Update
 from weights.tables import LogError
 from weights.values import problem_of_codes
 
@@ -84,7 +85,6 @@ WORK = "work"
 TURN_NAME = "turn.json"
 
 Say = Callable[[str], None]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def refresh(
     places: Places,
     settings: TurnSettings,
     say: Say = lambda line: None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> Result:
     """Take a turn, or finish the one that was interrupted. A second run at the same time raises BlockingIOError, a sentence.
 
@@ -214,7 +214,7 @@ class _Turn:
     """The work of one turn, up to its decision."""
 
     def __init__(
-        self, places: Places, settings: TurnSettings, state: State, serving: Checkpoint, say: Say, progress: Progress
+        self, places: Places, settings: TurnSettings, state: State, serving: Checkpoint, say: Say, progress: Update
     ) -> None:
         self.places, self.settings, self.state, self.serving = places, settings, state, serving
         self.say, self.progress = say, progress

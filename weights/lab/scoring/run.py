@@ -25,6 +25,7 @@ from weights.format.writer import alone_in, name_whole, named, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
 from weights.lab.training.contexts import open_contexts
 from weights.lab.training.log import action_names, checked_columns, open_log
+from weights.progress import Update
 from weights.table_files import Table, Unchanged, check_unchanged, files_of, tables_of
 from weights.tables import LogError, Place
 
@@ -32,9 +33,6 @@ PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
 """Rows read before they are written to their partitions: the number that splitting holds in memory."""
 MAX_PARTITIONS = 500  # files open at once while the log is split
-
-Progress = Callable[[str, int, int], object]
-"""Called with the current activity, rows done and total rows."""
 
 
 class RunError(ValueError):
@@ -59,7 +57,7 @@ def score_log(
     scorer: Scorer,
     since_ts: int = 0,
     partitions: int = 0,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> int:
     """Score the requests of a log (a file or a directory) from `since_ts` on. Return the number of rows written. Histories are those of
     the log's rows.
@@ -111,7 +109,7 @@ def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.in
     return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(partitions)).astype(np.int64)
 
 
-def _beyond(progress: Progress, before: int, rows: int) -> Callable[[int], None]:
+def _beyond(progress: Update, before: int, rows: int) -> Callable[[int], None]:
     def with_rows_before(scored: int) -> None:
         progress("Scoring", before + scored, rows)
 
@@ -150,7 +148,7 @@ def _claim(out: Path, run: Run) -> None:
         raise RunError(f"{out} belongs to another run ({', '.join(differing)} differ): choose another place")
 
 
-def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: Progress) -> None:
+def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: Update) -> None:
     """Check the values of the log, and write the rows of each user to one file. After a kill, the next run starts this again."""
     unfinished = split.with_name(".split.new")
     for left in (unfinished, split):

@@ -5,7 +5,6 @@ A log of at most IN_MEMORY_ROWS impressions is read into memory. A larger one is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -22,6 +21,7 @@ from model.bounds import LARGEST
 from model.inputs import NO_CODES
 from weights.lab.training.contexts import IMPRESSIONS, ServedContexts, open_contexts, read_contexts
 from weights.lab.training.texts import Texts
+from weights.progress import Update
 from weights.table_files import Table, filesystem_of, open_table, place_of
 from weights.tables import (
     CHECKS,
@@ -80,10 +80,6 @@ IDS_KEY, HASHES = b"phoenix_ranker.ids", b"hashes of texts"
 
 class HashesError(LogError):
     """A log holds the hashes of texts, and its ids are to be integers."""
-
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how many rows of how many are done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,7 +226,7 @@ def read_log(
     ids: IdKind = "uint64",
     surfaces: int = LARGEST["product_surfaces"],
     cache: Path | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> Log:
     """Read and check a log, sorted by time, then request. `surfaces`: how many product surfaces the model knows.
 

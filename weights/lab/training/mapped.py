@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from weights.format.writer import written_beside
 from weights.lab.training.columns import Columns, InFiles, mapped_columns
 from weights.lab.training.contexts import ServedContexts, append_contexts, served_contexts
-from weights.lab.training.log import CODES, Log, Progress, action_names, check_requests, checked_columns
+from weights.lab.training.log import CODES, Log, action_names, check_requests, checked_columns
 from weights.lab.training.texts import Texts
+from weights.progress import Update
 from weights.table_files import Table, check_unchanged, files_of, place_of, tables_of
 from weights.tables import LogError, rows_of_lists
 from weights.text_ids import IdKind
@@ -49,7 +50,7 @@ def mapped_log(
     ids: IdKind,
     surfaces: int,
     cache: Path | None,
-    progress: Progress,
+    progress: Update,
 ) -> tuple[Log, ServedContexts | None]:
     """A log whose columns are mapped from its sorted copy in `cache` (None: `default_cache()`), which is made if it is not there.
 
@@ -94,7 +95,7 @@ def _cache_named(cache: Path, where: str) -> Iterator[None]:
 
 
 def _write(
-    copy: Path, source: Table, contexts: Table | None, where: str, ids: IdKind, surfaces: int, progress: Progress
+    copy: Path, source: Table, contexts: Table | None, where: str, ids: IdKind, surfaces: int, progress: Update
 ) -> None:
     """Write the sorted copy of a log. Raises LogError."""
     before, rows = files_of(source), source.count_rows()
@@ -144,7 +145,7 @@ def _write(
 
 
 def _pieces(
-    source: Table, where: str, ids: IdKind, surfaces: int, rows: int, progress: Progress
+    source: Table, where: str, ids: IdKind, surfaces: int, rows: int, progress: Update
 ) -> Iterator[tuple[Columns, Texts | None]]:
     """The checked columns of the log, piece by piece, each with the number of its row in the log."""
     done, levels = 0, _code_levels(source)
