@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from model.exploration import finalised
 from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, name_whole, named, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
@@ -102,11 +103,8 @@ def score_log(
 
 
 def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
-    """The partition of each user's rows: the same in every run, and even for any ids (the mixing of splitmix64)."""
-    mixed = user_ids.copy()
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(partitions)).astype(np.int64)
+    """The partition of each user's rows: the same in every run, and even for any ids."""
+    return (finalised(user_ids) % np.uint64(partitions)).astype(np.int64)
 
 
 def _beyond(progress: Update, before: int, rows: int) -> Callable[[int], None]:
