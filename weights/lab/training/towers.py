@@ -7,7 +7,6 @@ to avoid popular posts. Where most posts are new when they are ranked, the share
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -29,6 +28,7 @@ from weights.lab.training.examples import Examples, hide
 from weights.lab.training.log import Log
 from weights.lab.training.run import reproducible
 from weights.lab.training.settings import COUNT, FACTOR, NORM, RATE, SEED, SHARE, THREADS, WEIGHT, check_fields
+from weights.lab.training.trainer import rate_at
 from weights.tables import LogError
 
 
@@ -143,8 +143,7 @@ def train_towers(
             towers.parameters(), settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
         )
         for step in range(settings.steps):
-            warm = min(1.0, (step + 1) / settings.warmup_steps)
-            rate = settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+            rate = rate_at(step, settings.learning_rate, settings.warmup_steps, settings.steps)
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
             loss = batch_loss(towers, pairs, settings, np.random.default_rng((settings.seed, step)))
