@@ -39,7 +39,7 @@ SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
 LINES_AT_ONCE = 4096
 CODES = "codes"
-"""A column of lists, which CSV cannot hold: where all are null, it stays null."""
+"""A column of lists of content codes. CSV cannot hold lists: where all are null, it stays null."""
 OURS = b"phoenix_ranker."
 """How the keys of the metadata begin that say something about a table; others say who wrote it."""
 SHORT_FLOATS = (pa.float16(), pa.float32())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.retrieval.corpus import packed
-from weights.corpus.importer import REPRESENTATIONS, Posts, in_bounds
+from weights.corpus.importer import PIECE_ROWS, REPRESENTATIONS, Posts, in_bounds
 from weights.corpus.manifest import CODES, TEXTS
 from weights.errors import CheckpointError
 from weights.table_files import open_table, place_of, tables_of
@@ -22,7 +22,6 @@ from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")
 FURTHER = {"created_at": pa.int64(), "topics": pa.string()}
-PIECE_ROWS = 65536
 
 
 class PostsTable(Posts):

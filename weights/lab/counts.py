@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from weights.lab.evaluate.metrics import auc
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
+from weights.values import DAY_SECONDS
 
 STRENGTH = 20.0  # impressions that the rate which a rate is drawn towards counts as
 COUNTS_FROM = 0.25  # the first quarter of the rows has hardly any counts
@@ -108,7 +109,7 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     any_post, any_author, any_prior = rates(log, frozen, did_any, np.ones(len(log), bool))
     user, pair, again = of_users(log, happened, engaged)
     prior_of_events = float(happened[:frozen].sum() / max(engaged[:frozen].sum(), 1))
-    days = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0) / 86_400, np.nan)
+    days = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0) / DAY_SECONDS, np.nan)
     days = np.nan_to_num(days, nan=float(np.nanmedian(days)) if (log.created_at > 0).any() else 0.0)
     surfaces = np.unique(log.product_surface[:frozen])[1:]
     columns = [

@@ -19,6 +19,7 @@ from weights.lab.training.log import Log
 from weights.lab.world.behaviour import ACTION_NAMES, true_probabilities
 from weights.lab.world.settings import SURFACES
 from weights.lab.world.simulate import World, circumstances
+from weights.values import DAY_SECONDS
 
 BEST, FIRST = 100, 20
 DEPTHS = (100, 200, 500)
@@ -29,7 +30,7 @@ Floats = NDArray[np.float32]
 def newest_posts(world: World, days: int) -> NDArray[np.int64]:
     """Rows of `world.posts` from the last `days` days, oldest first."""
     created = world.posts.created_at
-    rows = np.flatnonzero(created >= world.settings.end_ts - days * 86_400)
+    rows = np.flatnonzero(created >= world.settings.end_ts - days * DAY_SECONDS)
     return rows[np.argsort(created[rows], kind="stable")]
 
 

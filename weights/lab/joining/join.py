@@ -21,6 +21,7 @@ from weights.progress import Update
 from weights.served import hold
 from weights.tables import LogError
 from weights.text_ids import IdKind
+from weights.values import DAY_SECONDS
 
 SHOWN = "shown"
 """The action of an event that says that a candidate was seen."""
@@ -129,9 +130,6 @@ bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
 """64 actions of a row as the bits of a number: DuckDB can move it to the disk, where it cannot move lists."""
 
 
-DAY_SECONDS = 86_400
-
-
 def first_day_ts(since_ts: int, window_seconds: int) -> int:
     """When the first UTC day begins whose parts are read for rankings that were served after `since_ts`, Unix seconds."""
     return (since_ts - window_seconds) // DAY_SECONDS * DAY_SECONDS
@@ -146,7 +144,7 @@ class JoinSettings:
     `2GB`. `since_ts`: only rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the
     contexts, so that results with different labels can be read as one log."""
 
-    window_seconds: int = 86_400
+    window_seconds: int = DAY_SECONDS
     observed: tuple[str, ...] | None = None
     ids: IdKind = "uint64"
     until_ts: int | None = None

@@ -20,7 +20,7 @@ from model.bounds import LARGEST
 from model.config import ModelConfig
 from model.inputs import Context, codes_fitting
 from weights.lab.training.columns import Columns, Growing, InMemory
-from weights.table_files import Table, filesystem_of, open_table, tables_of
+from weights.table_files import CODES, Table, filesystem_of, open_table, tables_of
 from weights.tables import Check, LogError, Place, column_of, rows_of_lists
 from weights.values import Problem, problem_of_actions, problem_of_codes, problem_of_dwells, problem_of_surfaces
 
@@ -39,8 +39,6 @@ CHECKS: dict[str, Check] = {
     "product_surfaces": partial(problem_of_surfaces, surfaces=LARGEST["product_surfaces"]),
     "dwell_seconds": problem_of_dwells,
 }
-CODES = "codes"
-"""An optional column: a list of content codes for each event."""
 PIECE_CONTEXTS = 2_000
 
 

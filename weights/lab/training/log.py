@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from model.bounds import LARGEST
 from model.inputs import NO_CODES
-from weights.lab.training.contexts import IMPRESSIONS, ServedContexts, open_contexts, read_contexts
+from weights.lab.training.contexts import ACTION_PREFIX, IMPRESSIONS, ServedContexts, open_contexts, read_contexts
 from weights.lab.training.texts import Texts
 from weights.progress import Update
-from weights.table_files import Table, filesystem_of, open_table, place_of
+from weights.table_files import CODES, Table, filesystem_of, open_table, place_of
 from weights.tables import (
     CHECKS,
     ID_TYPES,
@@ -46,7 +46,6 @@ from weights.values import (
     problem_of_weights,
 )
 
-ACTION_PREFIX = "action."
 COLUMNS = {
     "request_id": pa.uint64(),
     "impression_ts": pa.int64(),
@@ -57,8 +56,6 @@ COLUMNS = {
     "created_at": pa.int64(),
     "dwell_seconds": pa.float32(),
 }
-CODES = "codes"
-"""An optional column: a list of content codes for each impression."""
 OPTIONAL_COLUMNS = {
     "position": pa.int64(),
     "propensity": pa.float64(),

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from weights.format.writer import written_beside
 from weights.lab.training.columns import Columns, InFiles, mapped_columns
 from weights.lab.training.contexts import ServedContexts, append_contexts, served_contexts
-from weights.lab.training.log import CODES, Log, action_names, check_requests, checked_columns
+from weights.lab.training.log import Log, action_names, check_requests, checked_columns
 from weights.lab.training.texts import Texts
 from weights.progress import Update
-from weights.table_files import Table, check_unchanged, files_of, place_of, tables_of
+from weights.table_files import CODES, Table, check_unchanged, files_of, place_of, tables_of
 from weights.tables import LogError, rows_of_lists
 from weights.text_ids import IdKind
 
