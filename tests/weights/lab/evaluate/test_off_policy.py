@@ -12,6 +12,7 @@ from typer.testing import Result
 pytest.importorskip("sklearn")
 
 from model.exploration import draw_order, gumbel_noise
+from tests.support.random_models import random_model
 from tests.weights.call import call
 from tests.weights.lab.training.small_run import small_config
 from weights.actions import DWELL_TIME
@@ -19,7 +20,6 @@ from weights.checkpoint import save_checkpoint
 from weights.lab.evaluate.off_policy import Estimates, Rankings, off_policy, rankings_of
 from weights.lab.training.log import Log, write_log
 from weights.lab.world.simulate import World
-from weights.synthetic.random_weights import random_ranker
 from weights.tables import LogError
 
 POSTS, USERS, PER_USER = 5, 100, 3
@@ -158,7 +158,7 @@ def explored(world: World, tmp_path: Path) -> Log:
     position = np.concatenate([np.arange(1, size + 1) for size in sizes])
     propensity = np.concatenate([1 / np.arange(size, 0, -1) for size in sizes])
     save_checkpoint(
-        tmp_path / "ranker", random_ranker(small_config(), 1), name="random", action_names=log.action_names,
+        tmp_path / "ranker", random_model(small_config(), 1), name="random", action_names=log.action_names,
         continuous=(DWELL_TIME,), score_weights={"favorite": 1.0, "reply": 0.1},
     )  # fmt: skip
     return replace(part, position=position, propensity=propensity)
@@ -201,7 +201,7 @@ def test_what_is_predicted_leaves_out_what_nobody_knows(explored: Log) -> None:
     one, log, ranker = (
         both * (np.arange(len(both)) == favorite),
         replace(explored, unknown=unknown),
-        random_ranker(small_config(), 1),
+        random_model(small_config(), 1),
     )
     found, alone = (rankings_of(ranker, log, 0, weights) for weights in (both, one))
     assert np.array_equal(found.predicted, alone.predicted)

@@ -15,6 +15,7 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
 from model.inputs import Context  # noqa: E402
+from tests.support.random_models import random_model  # noqa: E402
 from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.training.small_run import WORLD, small_config, small_trainer  # noqa: E402
 from weights.actions import DWELL_TIME  # noqa: E402
@@ -23,7 +24,6 @@ from weights.lab.training.example import request_body  # noqa: E402
 from weights.lab.training.examples import Examples, HiddenShares  # noqa: E402
 from weights.lab.training.log import aligned, read_log, write_log  # noqa: E402
 from weights.lab.world.simulate import World  # noqa: E402
-from weights.synthetic.random_weights import random_ranker  # noqa: E402
 from weights.tables import LogError  # noqa: E402
 
 LONG = 127
@@ -237,7 +237,7 @@ def test_a_log_without_any_context_trains_on_its_rows(world: World, tmp_path: Pa
 def test_eval_says_whose_histories_the_baselines_read(world: World, tmp_path: Path) -> None:
     before = write_pair(world, tmp_path / "log", lambda index, context: newest(context))
     save_checkpoint(
-        tmp_path / "ranker", random_ranker(small_config(), 1), name="random", action_names=world.log.action_names,
+        tmp_path / "ranker", random_model(small_config(), 1), name="random", action_names=world.log.action_names,
         continuous=(DWELL_TIME,), score_weights={"favorite": 1.0},
     )  # fmt: skip
     told = call(
