@@ -29,7 +29,7 @@ from weights.lab.training.log import Log
 from weights.tables import LogError
 
 Floats = NDArray[np.float64]
-RESAMPLES = 300
+RESAMPLES, SEED = 300, 1
 WHOLE = 0.999  # propensity of the last place of a whole ranking, but for rounding
 INTERVAL = (2.5, 97.5)  # percent
 NO_PROPENSITIES = "the log has no propensities: it was served without exploration, so it cannot say what another order would have earned"
@@ -122,7 +122,7 @@ class Estimates:
         ]
 
 
-def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: int = 1) -> Estimates:
+def off_policy(rankings: Rankings, temperature: float, places: int = 1) -> Estimates:
     """Estimate the reward of another ranker that explores with this temperature, in units of its scores.
 
     Rankings that were served without exploration are left out. So are those with a post whose reward is unknown, whatever its place: if
@@ -159,7 +159,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
     one = np.ones((count, 1))
 
     def figure(numerators: Floats, denominators: Floats) -> Figure:
-        return _ratio(table.user, numerators, denominators, seed)
+        return _ratio(table.user, numerators, denominators)
 
     final = weights[:, -1]
     return Estimates(
@@ -175,7 +175,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
     )
 
 
-def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats, seed: int) -> Figure:
+def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats) -> Figure:
     """Σ_j of ratios of sums over rankings, float64 `[R, J]`, and its interval.
 
     The interval is that of a studentised bootstrap over users: weights are skewed, and plain percentiles would miss the truth too often
@@ -196,7 +196,7 @@ def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats, se
         return ratios.sum(1), np.sqrt((drawn * np.square(rest)).sum(1))
 
     value, error = (float(numbers[0]) for numbers in estimate(np.ones((1, users))))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     parts = [
         estimate(rng.multinomial(users, np.full(users, 1 / users), 50).astype(np.float64))
         for _ in range(RESAMPLES // 50)
