@@ -43,7 +43,7 @@ def json_error(lines: bytes, options: pyarrow.json.ParseOptions) -> str:
 
 
 def json_problem(line: bytes, before: Sequence[bytes], options: pyarrow.json.ParseOptions) -> str:
-    """What is wrong with a line, without its values. `before`: lines that can be read, and not with this one."""
+    """What is wrong with a line, without its values. `before`: the lines before it, which can be read, but not together with it."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):

@@ -50,9 +50,8 @@ class TowerSettings:
     # users shown without id, so the towers learn to use the history of unknown users
     hidden_user_share: Annotated[float, SHARE] = 0.3
     hidden_post_share: Annotated[float, SHARE] = 0.85  # posts shown under an id never seen, as most are when served
-    negatives_by: Literal["author", "post"] = (
-        "author"  # whose share corrects a post's logit, and whose posts are no negatives of its own
-    )
+    # whose share corrects a post's logit, and whose posts are no negatives of its own
+    negatives_by: Literal["author", "post"] = "author"
     threads: Annotated[int, THREADS] = 1
 
     def __post_init__(self) -> None:
