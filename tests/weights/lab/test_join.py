@@ -30,8 +30,8 @@ from tests.weights.lab.training.small_run import small_config  # noqa: E402
 from weights.lab.joining.counts import JoinCounts, NothingJoins  # noqa: E402
 from weights.lab.joining.join import JoinSettings, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
-from weights.lab.training.facts import facts  # noqa: E402
 from weights.lab.training.log import Log, read_log  # noqa: E402
+from weights.lab.training.log_facts import facts  # noqa: E402
 from weights.served import read_part  # noqa: E402
 from weights.tables import LogError  # noqa: E402
 from weights.text_ids import text_id  # noqa: E402

@@ -262,7 +262,7 @@ def _base(values: Mapping[str, Any]) -> ModelConfig:
 
 def _say_plan(plan: Plan, log: Log, config: ModelConfig) -> None:
     """Print the log in a line, what it holds in counts, then what is decided from it."""
-    from weights.lab.training.facts import facts
+    from weights.lab.training.log_facts import facts
 
     summary, *decided = plan.lines()
     for line in (summary, *facts(log, config.history_length), *decided):
@@ -353,7 +353,7 @@ def example(
 ) -> None:
     """Write the example request and the names that the page of a running server shows, from the log. Then reload the page."""
     with refusals(*REFUSED), naming(log):
-        from weights.lab.training.example import EXAMPLE_NAME, NAMES_NAME, write_example
+        from weights.lab.training.page_example import EXAMPLE_NAME, NAMES_NAME, write_example
 
         manifest = load_manifest(checkpoint)
         check_ranks(checkpoint, manifest)

@@ -19,9 +19,9 @@ from weights.lab.evaluate import metrics
 from weights.lab.evaluate.evaluation import known_worth
 from weights.lab.evaluate.predict import predict, rows_of
 from weights.lab.report import plain, rendered, write_report
-from weights.lab.training.example import request_body
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
+from weights.lab.training.page_example import request_body
 from weights.progress import Update
 from weights.tables import LogError
 

@@ -20,9 +20,9 @@ from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.training.small_run import WORLD, small_config, small_trainer  # noqa: E402
 from weights.actions import DWELL_TIME  # noqa: E402
 from weights.checkpoint import save_checkpoint  # noqa: E402
-from weights.lab.training.example import request_body  # noqa: E402
 from weights.lab.training.examples import Examples, HiddenShares  # noqa: E402
 from weights.lab.training.log import aligned, read_log, write_log  # noqa: E402
+from weights.lab.training.page_example import request_body  # noqa: E402
 from weights.lab.world.simulate import World  # noqa: E402
 from weights.tables import LogError  # noqa: E402
 

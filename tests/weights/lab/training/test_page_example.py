@@ -18,7 +18,7 @@ from tests.weights.lab.training.small_run import small_config
 from weights.actions import DWELL_TIME
 from weights.checkpoint import save_checkpoint
 from weights.format.manifest import Manifest
-from weights.lab.training.example import write_example
+from weights.lab.training.page_example import write_example
 from weights.lab.world.simulate import World
 from weights.tables import LogError
 
