@@ -37,7 +37,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BaselineComparison:
     """The model against a baseline on one metric of one action: the model's lead, with its interval."""
 
     action: str
@@ -113,7 +113,7 @@ class Evaluation:
     shares: dict[str, float]
     positives: dict[str, int]
     figures: dict[str, dict[str, dict[str, Figure]]]
-    comparisons: list[Comparison]
+    comparisons: list[BaselineComparison]
     pooled: dict[str, dict[str, float]]
     quality: dict[str, Quality]
     score: dict[str, Figure]
@@ -149,7 +149,7 @@ class Evaluation:
         return metrics.mean(self.quality[name].calibration_error for name in self.frequent)
 
     @property
-    def losses(self) -> list[Comparison]:
+    def losses(self) -> list[BaselineComparison]:
         """Where a baseline is surely better than the model."""
         return [comparison for comparison in self.comparisons if comparison.is_loss]
 
@@ -352,7 +352,7 @@ class OwnValidation:
     requests: int
     positives: dict[str, int]
     figures: dict[str, dict[str, Figure]]
-    comparisons: list[Comparison]
+    comparisons: list[BaselineComparison]
 
     def is_behind(self, baseline: str) -> bool:
         """Whether the ranker is behind a baseline on some metric of some action, surely or not."""
@@ -432,7 +432,7 @@ def _compared(
     sources: Mapping[str, Mapping[int, Floats]],
     headline: list[int],
     progress: Callable[[int, int], None],
-) -> tuple[dict[str, dict[str, dict[str, Figure]]], list[Comparison]]:
+) -> tuple[dict[str, dict[str, dict[str, Figure]]], list[BaselineComparison]]:
     figures: dict[str, dict[str, dict[str, Figure]]] = {}
     comparisons = []
     for done, action in enumerate(headline):
@@ -447,7 +447,7 @@ def _compared(
             for source, kinds in measured.items()
         }
         comparisons += [
-            Comparison(name, metric, baseline, (ours - measured[baseline][metric]).figure())
+            BaselineComparison(name, metric, baseline, (ours - measured[baseline][metric]).figure())
             for baseline in BASELINES
             if baseline in measured
             for metric, ours in measured[MODEL].items()
