@@ -238,16 +238,11 @@ class Judge:
         return cls(log, user, request, user[first], draws_of(int(user.max()) + 1))
 
     def measured(
-        self, happened: NDArray[np.bool_], score: metrics.Array, is_known: NDArray[np.bool_]
+        self, happened: NDArray[np.bool_], score: metrics.Array, is_known: NDArray[np.bool_] | None = None
     ) -> dict[str, Sampled]:
-        """Each metric that these rows can have, by its name in METRICS. `is_known`: the rows of which it is known what happened."""
-        requests = len(self.user_of_request)
-        happened, score, user, request = (
-            happened[is_known],
-            score[is_known],
-            self.user[is_known],
-            self.request[is_known],
-        )
+        """Each metric that these rows can have, by its name in METRICS. `is_known`: of which rows it is known what happened; None: all."""
+        requests, rows = len(self.user_of_request), slice(None) if is_known is None else is_known
+        happened, score, user, request = happened[rows], score[rows], self.user[rows], self.request[rows]
         within = auc_within(user, happened, score), auc_within(request, happened, score)
         lists = ndcg(request, score, happened, K), ndcg(user, score, happened, K)
         users = np.arange(self.draws.shape[1])

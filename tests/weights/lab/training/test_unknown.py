@@ -112,10 +112,7 @@ def test_nobody_is_never_a_user_of_the_same_number(world: World) -> None:
     score = np.random.default_rng(1).random(len(log)) + is_nobody
     happened = log.actions[:, log.action_names.index(ACTION)]
     figures = [
-        {
-            name: sampled.value
-            for name, sampled in Judge.of(one).measured(happened, score, np.ones_like(happened)).items()
-        }
+        {name: sampled.value for name, sampled in Judge.of(one).measured(happened, score).items()}
         for one in (collide, apart)
     ]
     assert figures[0] == pytest.approx(figures[1])
