@@ -89,7 +89,7 @@ def _make(
     source: Path, encoder: Path, out: Path, topics: Path | None, labels: CorpusLabels, *, by_towers: bool, replace: bool
 ) -> None:
     started = time.perf_counter()
-    with refusals(ValueError, OSError), progress_bar(in_bytes=True) as bar:  # LogError is a ValueError
+    with refusals(ValueError, OSError), progress_bar(in_bytes=True) as bar:  # TableError is a ValueError
         towers = load_encoder(encoder)
         with _opened(source, towers.manifest.ids, topics) as posts:
             for note in posts.notes:

@@ -17,7 +17,7 @@ from weights.corpus.importer import PIECE_ROWS, REPRESENTATIONS, Posts, in_bound
 from weights.corpus.manifest import CODES, TEXTS
 from weights.errors import CheckpointError
 from weights.table_files import open_table, place_of, tables_of
-from weights.tables import ID_TYPES, LogError, Place, column_of, ids_of, rows_of_lists, texts_of
+from weights.tables import ID_TYPES, Place, TableError, column_of, ids_of, rows_of_lists, texts_of
 from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")
@@ -26,14 +26,14 @@ FURTHER = {"created_at": pa.int64(), "topics": pa.string()}
 
 class PostsTable(Posts):
     """A file, or a directory of files, with one row per post: `post_ids`, `author_ids`, and optionally `created_at`, `topics` and `codes`,
-    where null means unknown. Raises LogError for a column that cannot be read, CheckpointError if two texts have one hash."""
+    where null means unknown. Raises TableError for a column that cannot be read, CheckpointError if two texts have one hash."""
 
     def __init__(self, path: Path, ids: IdKind, topics: Path | None = None) -> None:
         super().__init__(path, ids, topics)
         self._source = open_table(path, dict.fromkeys(IDS, ID_TYPES[ids]) | FURTHER)
         names = self._source.schema.names
         if missing := set(IDS) - set(names):
-            raise LogError(f"{self._source.files[0]} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
+            raise TableError(f"{self._source.files[0]} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
         self.posts = self._source.count_rows()
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
         if CODES in names:

@@ -141,19 +141,19 @@ def posts(
     with refusals(*REFUSED), naming(log):
         from weights.lab.training.log import HashesError
         from weights.lab.training.posts import write_posts
-        from weights.tables import LogError
+        from weights.tables import TableError
 
         need = "the log holds the hashes of texts, as `join` writes them: a corpus needs the texts themselves"
         try:
             impressions = read_with_bar(log, ids, cache=cache)
         except HashesError as error:
-            raise LogError(need) from error
+            raise TableError(need) from error
         if ids == "text" and impressions.texts is None:
-            raise LogError(need)
+            raise TableError(need)
         if since:
             is_newer = impressions.impression_ts >= time_of(since)
             if not is_newer.any():
-                raise LogError(f"the log shows no posts from {since} on; it covers {impressions.span}")
+                raise TableError(f"the log shows no posts from {since} on; it covers {impressions.span}")
             impressions = impressions.take(is_newer)
         count = write_posts(out, impressions)
     say(f"{out} holds {count:,} posts")

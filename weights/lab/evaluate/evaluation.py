@@ -287,7 +287,7 @@ def evaluate(
     """Compare on all requests from `test_ts` on. Baselines know the log before it. `facts` adds the world's optimum;
     `dwell_output` is the continuous output that predicts the dwell, None if there is none; `corrections` is the checkpoint's calibration.
 
-    Raises LogError if one side of the split is empty.
+    Raises TableError if one side of the split is empty.
     """
     check_split(log, test_ts)
     examples = Examples(log, ranker.config)

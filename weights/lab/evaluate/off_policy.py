@@ -26,7 +26,7 @@ from weights.lab.evaluate.metrics import Figure
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
-from weights.tables import LogError
+from weights.tables import TableError
 
 Floats = NDArray[np.float64]
 RESAMPLES, SEED = 300, 1
@@ -64,19 +64,19 @@ def rankings_of(
 
     `weights` of the actions, float64 `[A]`: rewards are the sums of the weights of what was done, and unknown where one of these actions
     is. An action that is known of no row counts in no reward (`Log.known_actions`). `corrections`: the checkpoint's calibration.
-    Raises LogError for a log without the columns position and propensity, and for one that knows no action with a weight.
+    Raises TableError for a log without the columns position and propensity, and for one that knows no action with a weight.
     """
     if log.position is None or log.propensity is None:
-        raise LogError(NO_PROPENSITIES)
+        raise TableError(NO_PROPENSITIES)
     examples = Examples(log, ranker.config)
     requests = np.arange(int(np.searchsorted(examples.times, since_ts)), len(examples))
     if not len(requests):
-        raise LogError(f"no ranking of the log is from {since_ts} or later")
+        raise TableError(f"no ranking of the log is from {since_ts} or later")
     shown = log.take(slice(int(examples.starts[requests[0]]), len(log)))
     counted = weights * shown.known_actions
     if weights.any() and not counted.any():
         names = " or ".join(np.array(log.action_names)[weights != 0])
-        raise LogError(
+        raise TableError(
             f"the log knows of no impression from {since_ts} on whether {names} was taken, so there is no reward to estimate: give a log "
             "that tells, or a checkpoint whose score is for actions that this log knows"
         )
@@ -126,18 +126,18 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1) -> Estim
     """Estimate the reward of another ranker that explores with this temperature, in units of its scores.
 
     Rankings that were served without exploration are left out. So are those with a post whose reward is unknown, whatever its place: if
-    only the first places counted, the order would decide which rankings stay, and the weights would not be theirs. Raises LogError where
+    only the first places counted, the order would decide which rankings stay, and the weights would not be theirs. Raises TableError where
     no ranking stays, and for rankings of which the log lacks posts or places: those whose `position` is not 1 … n, or whose last post was
     not sure of its place.
     """
     explored = np.isin(rankings.request, rankings.request[rankings.propensity > 0])
     if not explored.any():
-        raise LogError(NO_PROPENSITIES)
+        raise TableError(NO_PROPENSITIES)
     left_out = len(np.unique(rankings.request[~explored]))
     rankings = rankings.take(explored)
     is_unknown = np.isin(rankings.request, rankings.request[np.isnan(rankings.reward)])
     if is_unknown.all():
-        raise LogError(
+        raise TableError(
             "each ranking has a post of which the log does not know an action that the score is for, so no reward can be estimated: give "
             "a log that knows, with false where the action was not taken"
         )
@@ -146,7 +146,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1) -> Estim
     last = table.propensity[np.arange(len(table.reward)), table.is_there.sum(1) - 1]
     is_partial = ~table.has_all_places | (last < WHOLE)  # whatever is left gets the last place for sure
     if is_partial.any():
-        raise LogError(
+        raise TableError(
             f"{int(is_partial.sum())} of {len(last)} rankings lack posts that were ranked, or their places, so the probabilities of other "
             "orders are not known: serve the log without top_k, and join it without shown events"
         )

@@ -21,7 +21,7 @@ from weights.lab.evaluate.metrics import Figure, Means, Sampled, draws_of
 from weights.lab.report import plain
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
-from weights.tables import LogError
+from weights.tables import TableError
 
 DEPTHS = (10, 100, 500)
 SEED = 1
@@ -116,7 +116,7 @@ def evaluate_recall(
 ) -> Recalls:
     """Recall of the requests from `split` on. `worth` `[n]`: what each row of the log is worth; above 0 it was liked.
 
-    At most `most_queries` requests are measured, drawn at random. Raises LogError if no held-out request has a liked post, or each is in
+    At most `most_queries` requests are measured, drawn at random. Raises TableError if no held-out request has a liked post, or each is in
     its user's history already.
     """
     log, posts = examples.log, Posts.of(examples.log)
@@ -126,7 +126,7 @@ def evaluate_recall(
     liked_rows = np.flatnonzero((worth > 0) & is_asked & (np.arange(len(log)) >= frozen))
     queries = np.unique(request[liked_rows])
     if not len(queries):
-        raise LogError("the test period holds no post that was liked, so there is nothing to find")
+        raise TableError("the test period holds no post that was liked, so there is nothing to find")
     if len(queries) > most_queries:
         queries = np.sort(np.random.default_rng(SEED).choice(queries, most_queries, replace=False))
         liked_rows = liked_rows[np.isin(request[liked_rows], queries)]
@@ -137,7 +137,7 @@ def evaluate_recall(
     }
     ranks, rows = _ranks(examples, posts, queries, request, liked_rows, sources, progress)
     if not len(rows):
-        raise LogError(
+        raise TableError(
             "each post that was liked in the test period is in its user's history already, so there is nothing to find"
         )
     users, of_row = np.unique(log.people[rows], return_inverse=True)

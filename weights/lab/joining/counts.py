@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weights.tables import LogError
+from weights.tables import TableError
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class JoinCounts:
         return sentences
 
 
-class NothingJoins(LogError):
+class NothingJoins(TableError):
     """No ranking joins. `counts` says why."""
 
     def __init__(self, text: str, counts: JoinCounts) -> None:

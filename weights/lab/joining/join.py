@@ -19,7 +19,7 @@ from weights.lab.joining.reading import LostPart, number_of, read_events, read_p
 from weights.lab.joining.writing import write_contexts, write_impressions
 from weights.progress import Update
 from weights.served import hold
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.text_ids import IdKind
 from weights.values import DAY_SECONDS
 
@@ -174,13 +174,13 @@ def join(
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
     its own window is not over is left out, and so is a post of 0, which is none.
 
-    Raises LogError, in one sentence that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at
+    Raises TableError, in one sentence that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at
     `out`.
     """
     if out.exists() or out.is_symlink():
-        raise LogError(f"{out} is there already: choose another place")
+        raise TableError(f"{out} is there already: choose another place")
     if not served.is_dir():
-        raise LogError(f"{served} is not a directory: it must be a log of what was served")
+        raise TableError(f"{served} is not a directory: it must be a log of what was served")
     with written_beside(out) as partial, hold(served, lambda: progress(WAITING, 0, 1), alone=False):
         try:
             return _join_into(partial, served, events, settings, progress, is_thorough=False)
@@ -199,7 +199,7 @@ def _join_into(
     *,
     is_thorough: bool,
 ) -> JoinCounts:
-    """Fill a directory as `join` says. Raises LogError, and LostPart where it may be done again."""
+    """Fill a directory as `join` says. Raises TableError, and LostPart where it may be done again."""
     counts, work = JoinCounts(), partial / "work"
     work.mkdir()
     with _enough(settings.memory, partial.parent):
@@ -229,7 +229,7 @@ def _join_into(
 
 
 def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
-    """A database on disk that spills what does not fit. Raises LogError for an amount of memory that is none."""
+    """A database on disk that spills what does not fit. Raises TableError for an amount of memory that is none."""
     database = duckdb.connect(work / "join.duckdb")
     database.execute(f"SET temp_directory = '{str(work / 'spilled').replace(chr(39), chr(39) * 2)}'")
     database.execute(f"SET threads = {int(settings.threads)}")
@@ -238,13 +238,13 @@ def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
     try:
         database.execute(f"SET memory_limit = '{settings.memory.replace(chr(39), '')}'")
     except duckdb.Error as error:
-        raise LogError(f"--memory {settings.memory} is not an amount of memory such as 2GB") from error
+        raise TableError(f"--memory {settings.memory} is not an amount of memory such as 2GB") from error
     return database
 
 
 @contextmanager
 def _enough(memory: str, place: Path) -> Iterator[None]:
-    """Turn a lack of memory, or of space on the disk of this place, into a LogError."""
+    """Turn a lack of memory, or of space on the disk of this place, into a TableError."""
     try:
         yield
     except (duckdb.Error, OSError) as error:
@@ -252,9 +252,9 @@ def _enough(memory: str, place: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         if isinstance(error, duckdb.OutOfMemoryException) and "max_temp_directory_size" not in str(error):
-            raise LogError(f"--memory {memory} is too little for the join: give more") from error
+            raise TableError(f"--memory {memory} is too little for the join: give more") from error
         if isinstance(error, (OSError, *OF_THE_DISK)):
-            raise LogError(f"the join cannot write to {place}: make room there ({text})") from error
+            raise TableError(f"the join cannot write to {place}: make room there ({text})") from error
         raise
 
 
@@ -265,7 +265,7 @@ def _join(
     counts: JoinCounts,
     progress: Update,
 ) -> None:
-    """Make the tables `shown` and `labels`, and count. Raises LogError."""
+    """Make the tables `shown` and `labels`, and count. Raises TableError."""
     if settings.since_ts is None:
         reached_before = number_of(database, "SELECT coalesce(min(served_ts), 0) FROM rankings")
     else:
@@ -328,10 +328,10 @@ def _make_shown(database: duckdb.DuckDBPyConnection, window_seconds: int, counts
 
 
 def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], settings: JoinSettings) -> list[str]:
-    """The actions whose absence means no. Raises LogError for one that the model does not have."""
+    """The actions whose absence means no. Raises TableError for one that the model does not have."""
     if settings.observed is not None:
         if unknown := [name for name in settings.observed if name not in names]:
-            raise LogError(f"--observed {unknown[0]}: the model has no such action; it has {', '.join(names)}")
+            raise TableError(f"--observed {unknown[0]}: the model has no such action; it has {', '.join(names)}")
         return [*settings.observed]
     met = {name for (name,) in database.execute("SELECT DISTINCT action FROM events").fetchall()}
     return [name for name in names if name in met]

@@ -71,7 +71,7 @@ from weights.lab.training.state import STATE_NAME as TRAINING_STATE
 from weights.lab.training.state import StateError
 from weights.lab.training.trainer import Status, TrainingError
 from weights.progress import Update
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.values import problem_of_codes
 
 CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
@@ -130,7 +130,7 @@ def refresh(
 ) -> Result:
     """Take a turn, or finish the one that was interrupted. A second run at the same time raises BlockingIOError, a sentence.
 
-    Raises LogError, TrainingError, StateError, CheckpointError, ValueError, OSError; the link then names what it named before. After the
+    Raises TableError, TrainingError, StateError, CheckpointError, ValueError, OSError; the link then names what it named before. After the
     first three the next turn joins the night anew.
     """
     _check_link(paths.link)
@@ -144,7 +144,7 @@ def refresh(
         turn = _Turn(paths, settings, state, load_checkpoint(paths.link), say, progress)
         try:
             outcome = turn.take()
-        except (LogError, TrainingError, StateError):
+        except (TableError, TrainingError, StateError):
             turn.forget()  # the next turn begins anew: with what has come since, or from events that were mended
             raise
         if isinstance(outcome, str):
@@ -363,12 +363,12 @@ class _Turn:
 
     def _held_out(self, examples: Examples, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """The night's newest requests, at most JUDGED_REQUESTS of them, and the time from which on they are, Unix seconds. None of them was
-        seen by the training of the checkpoint that serves, which may have been made elsewhere. Raises LogError where it saw all."""
+        seen by the training of the checkpoint that serves, which may have been made elsewhere. Raises TableError where it saw all."""
         first = requests[min(int(len(requests) * (1 - self.settings.held_out)), len(requests) - 1)]
         seen_until_ts = self.serving.manifest.trained_until_ts or 0
         until_ts = max(int(examples.times[first]), seen_until_ts)
         if until_ts > examples.times[requests[-1]]:
-            raise LogError(
+            raise TableError(
                 f"{self.paths.link} was trained until {time_words(seen_until_ts)}, and the newest joined ranking is older: wait for "
                 "newer ones, for by no others can the two models be judged"
             )

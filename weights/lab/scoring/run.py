@@ -28,7 +28,7 @@ from weights.lab.training.contexts import open_contexts
 from weights.lab.training.log import action_names, checked_columns, open_log
 from weights.progress import Update
 from weights.table_files import Table, Unchanged, check_unchanged, files_of, tables_of
-from weights.tables import LogError, Place
+from weights.tables import Place, TableError
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
@@ -64,17 +64,17 @@ def score_log(
     the log's rows.
 
     `partitions` 0: enough to keep each near PARTITION_ROWS. Parts that a killed run finished are kept.
-    Raises LogError, EngineError, RunError if `out` holds something else, or BlockingIOError if another process writes there.
+    Raises TableError, EngineError, RunError if `out` holds something else, or BlockingIOError if another process writes there.
     """
     if open_contexts(log):
-        raise LogError(
+        raise TableError(
             f"{log} has contexts as served, which are not read here: give {log}/impressions, and histories are made from its rows"
         )
     source = open_log(log, scorer.manifest.ids)
     action_names(source.schema, str(log))
     rows = source.count_rows()
     if not rows:
-        raise LogError(f"{log} holds no impressions")
+        raise TableError(f"{log} holds no impressions")
     run = Run(
         files_of(source),
         rows,
@@ -119,7 +119,7 @@ def _given_back(out: Path, parts: list[Path]) -> Iterator[None]:
     """Remove what the run wrote to `out` if the log is refused before a part is finished: then the mended log can be scored there."""
     try:
         yield
-    except LogError:
+    except TableError:
         if not any(part.exists() for part in parts):
             for left in (out / ".split", out / ".split.new"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -174,8 +174,8 @@ def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: U
 
 
 def _checked(table: pa.Table, source: Table, place: Place, manifest: Manifest) -> NDArray[np.uint64]:
-    """Whose rows are to stay together, in a piece of the log: each user's, and each request's of nobody. Raises LogError for a value that a
-    request may not have."""
+    """Whose rows are to stay together, in a piece of the log: each user's, and each request's of nobody. Raises TableError for a value that
+    a request may not have."""
     columns, _ = checked_columns(table, source.files[0], manifest.ids, manifest.config.product_surfaces, place)
     users: NDArray[np.uint64] = np.where(columns["user_id"] == 0, columns["request_id"], columns["user_id"])
     return users

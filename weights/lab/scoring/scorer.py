@@ -84,7 +84,7 @@ class Scorer:
         """Score the requests of a log from `since_ts` on, by time, then request; the log's columns are in docs/training.md.
 
         The table must hold all earlier engagements of a user, which are the history, and keep the log's order of impressions shown
-        together, in which events of equal time are read. Raises LogError or EngineError, which name the log `where`.
+        together, in which events of equal time are read. Raises TableError or EngineError, which name the log `where`.
         """
         return self.score(self.prepare(table, since_ts, where))
 

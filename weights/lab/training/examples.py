@@ -15,7 +15,7 @@ from model.batch import Batch, collate, pad
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket, codes_fitting
 from weights.lab.training.log import Log
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.values import codes_rule
 
 Request = tuple[Context, Candidates]
@@ -142,16 +142,16 @@ class Examples(Histories):
     """Requests of a log with their histories, as a model of this architecture reads them, and what users did as labels.
 
     `smoothed` float32 `[n, A]`: what training learns in place of the actions of the first n rows, if set.
-    Raises LogError for a log that does not fit the architecture.
+    Raises TableError for a log that does not fit the architecture.
     """
 
     smoothed: NDArray[np.float32] | None = None
 
     def __init__(self, log: Log, config: ModelConfig) -> None:
         if log.actions.shape[1] != config.actions:
-            raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
+            raise TableError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
         if (surface := int(log.product_surface.max())) >= config.product_surfaces:
-            raise LogError(f"product_surface must be below {config.product_surfaces}, got {surface}")
+            raise TableError(f"product_surface must be below {config.product_surfaces}, got {surface}")
         _check_codes(log, config)
         super().__init__(log, config.history_length)
         self.config = config
@@ -276,10 +276,12 @@ class Examples(Histories):
 
 
 def _check_codes(log: Log, config: ModelConfig) -> None:
-    """Raises LogError for content codes that the model does not have. A model without codes reads none."""
+    """Raises TableError for content codes that the model does not have. A model without codes reads none."""
     levels, values = config.code_levels, config.code_values
     if levels and ((log.codes[:, :levels] > values).any() or log.codes[:, levels:].any()):
-        raise LogError(f"the content codes of the log do not fit the architecture: codes {codes_rule(levels, values)}")
+        raise TableError(
+            f"the content codes of the log do not fit the architecture: codes {codes_rule(levels, values)}"
+        )
 
 
 def _earlier_events(

@@ -27,8 +27,8 @@ from weights.tables import (
     CHECKS,
     ID_TYPES,
     Check,
-    LogError,
     Place,
+    TableError,
     check_values,
     column_of,
     flags_of,
@@ -75,7 +75,7 @@ IDS_KEY, HASHES = b"phoenix_ranker.ids", b"hashes of texts"
 """In the metadata of a log's Parquet files: its ids are the hashes of texts, as a checkpoint with ids that are texts reads them."""
 
 
-class HashesError(LogError):
+class HashesError(TableError):
     """A log holds the hashes of texts, and its ids are to be integers."""
 
 
@@ -231,7 +231,7 @@ def read_log(
     served. `cache`: a directory that keeps the log, sorted, for the next time. Without it, a log of more than IN_MEMORY_ROWS is kept in
     `mapped.default_cache()`, and a smaller one is read into memory.
 
-    Raises LogError, which names the file and the row, for a log that cannot be used; HashesError as `open_log`.
+    Raises TableError, which names the file and the row, for a log that cannot be used; HashesError as `open_log`.
     """
     source = open_log(path, ids)
     contexts = open_contexts(path)
@@ -245,19 +245,19 @@ def read_log(
 
             log, served = mapped_log(source, contexts, str(path), ids, surfaces, cache, progress)
     except MemoryError as error:
-        raise LogError(f"{path} does not fit into this machine's memory: give --cache, a directory for it") from error
+        raise TableError(f"{path} does not fit into this machine's memory: give --cache, a directory for it") from error
     except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise TableError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     if served is None:
         return log
     if log.context_id is None:
-        raise LogError(f"{path} has contexts, but its impressions lack the column context_id, which names them")
+        raise TableError(f"{path} has contexts, but its impressions lack the column context_id, which names them")
     served.check(log.context_id, log.request_id, str(path))
     return replace(log, contexts=served)
 
 
 def open_log(path: Path | str, ids: IdKind = "uint64") -> Table:
-    """Open the impressions of a log for reading in pieces. Raises LogError; HashesError for hashes of texts where `ids` are integers."""
+    """Open the impressions of a log for reading in pieces. Raises TableError; HashesError for hashes of texts where `ids` are integers."""
     filesystem, place = filesystem_of(path)
     inner = f"{str(path).rstrip('/')}/{IMPRESSIONS}"
     is_pair = filesystem.get_file_info(f"{place.rstrip('/')}/{IMPRESSIONS}").type is pa.fs.FileType.Directory
@@ -276,11 +276,11 @@ def log_of(
 ) -> Log:
     """Check the columns of a table and sort its rows by time, then request.
 
-    Raises LogError, which names the table `where`, and a row as `place` names it.
+    Raises TableError, which names the table `where`, and a row as `place` names it.
     """
     names = action_names(table.schema, where)
     if not len(table):
-        raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
+        raise TableError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     place = place or (lambda row: f"{where}, row {row + 1}")
     columns, texts = checked_columns(table, where, ids, surfaces, place)
     unknown = columns.pop("unknown")
@@ -296,7 +296,7 @@ def checked_columns(
     """The columns of some rows of a log by the names of the fields of `Log`, in the table's order, and the texts of their ids.
     `code_levels`: how many levels the content codes have at least.
 
-    Raises LogError.
+    Raises TableError.
     """
     names = action_names(table.schema, where)
     ids = kind_of(table.schema, where, ids)
@@ -361,26 +361,26 @@ def log_checks(surfaces: int) -> dict[str, Check]:
 
 
 def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
-    """The actions of a log with these columns. Raises LogError if there are none, for a name that no checkpoint may have, and for
+    """The actions of a log with these columns. Raises TableError if there are none, for a name that no checkpoint may have, and for
     unknown columns."""
     actions = tuple(name.removeprefix(ACTION_PREFIX) for name in schema.names if name.startswith(ACTION_PREFIX))
     if not actions:
-        raise LogError(f"{where} has no column {ACTION_PREFIX}…: it needs one boolean column for each action")
+        raise TableError(f"{where} has no column {ACTION_PREFIX}…: it needs one boolean column for each action")
     for name in actions:
         if problem := action_name_problem(name):
-            raise LogError(f"{where}: the action name {name[:64]!r} {problem}")
+            raise TableError(f"{where}: the action name {name[:64]!r} {problem}")
     unknown = set(schema.names) - {*COLUMNS, *OPTIONAL_COLUMNS, CODES} - {ACTION_PREFIX + name for name in actions}
     if unknown:
-        raise LogError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")
+        raise TableError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")
     return actions
 
 
 def aligned(log: Log, names: tuple[str, ...]) -> Log:
-    """A log with its actions in the checkpoint's order. Raises LogError if it lacks one."""
+    """A log with its actions in the checkpoint's order. Raises TableError if it lacks one."""
     if names == log.action_names:
         return log
     if missing := set(names) - set(log.action_names):
-        raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
+        raise TableError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
     order = [log.action_names.index(name) for name in names]
     unknown = None if log.unknown is None else log.unknown[:, order]
     contexts = None if log.contexts is None else log.contexts.with_actions(order)
@@ -388,16 +388,16 @@ def aligned(log: Log, names: tuple[str, ...]) -> Log:
 
 
 def check_requests(log: Log, place: Place) -> None:
-    """Raises LogError, which names a row by `place`, if impressions of one request differ in user, time or context. The log must be sorted
-    and not empty."""
+    """Raises TableError, which names a row by `place`, if impressions of one request differ in user, time or context. The log must be
+    sorted and not empty."""
     request, one = log.request_id, "impressions of one request_id differ in"
     begins = request[1:] != request[:-1]  # by time: a request's rows are adjacent
     columns = {"user_id": log.user_id, "context_id": log.context_id, "impression_ts": log.impression_ts}
     for name, values in columns.items():
         if values is not None and (differs := ~begins & (values[1:] != values[:-1])).any():
-            raise LogError(f"{place(int(differs.argmax()) + 1)}: {one} {name}")
+            raise TableError(f"{place(int(differs.argmax()) + 1)}: {one} {name}")
     first = log.request_starts
     met, count = np.unique(request[first], return_counts=True)
     if len(met) < len(first):
         again = np.flatnonzero(request[first] == met[count > 1][0])[1]
-        raise LogError(f"{place(int(first[again]))}: {one} impression_ts")
+        raise TableError(f"{place(int(first[again]))}: {one} impression_ts")

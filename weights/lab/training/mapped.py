@@ -24,7 +24,7 @@ from weights.lab.training.log import Log, action_names, check_requests, checked_
 from weights.lab.training.texts import Texts
 from weights.progress import Update
 from weights.table_files import CODES, Table, check_unchanged, files_of, place_of, tables_of
-from weights.tables import LogError, rows_of_lists
+from weights.tables import TableError, rows_of_lists
 from weights.text_ids import IdKind
 
 FORMAT = 2
@@ -55,7 +55,7 @@ def mapped_log(
     """A log whose columns are mapped from its sorted copy in `cache` (None: `default_cache()`), which is made if it is not there.
 
     The copy is of these files, as they are now: their paths, sizes and times. Where a file system says nothing that changes with a file,
-    it is made again each time. Raises LogError, which names the file and the row, or the cache where that cannot be written.
+    it is made again each time. Raises TableError, which names the file and the row, or the cache where that cannot be written.
     """
     actions = action_names(source.schema, where)
     cache = cache or default_cache()
@@ -75,21 +75,21 @@ def mapped_log(
         log = Log(**columns, action_names=actions, texts=_read_texts(copy / TEXTS, where))
         served = served_contexts(mapped_columns(copy / SERVED)) if contexts else None
     except (OSError, ValueError) as error:
-        raise LogError(f"{copy} is damaged ({error}): remove it, and it is made again") from error
+        raise TableError(f"{copy} is damaged ({error}): remove it, and it is made again") from error
     check_requests(log, lambda row: place_of(source, int(rows[row])))
     return log, served
 
 
 @contextmanager
 def _cache_named(cache: Path, where: str) -> Iterator[None]:
-    """Turn what DuckDB says, and that the disk is full, into a LogError."""
+    """Turn what DuckDB says, and that the disk is full, into a TableError."""
     try:
         yield
     except (duckdb.Error, OSError) as error:
         if isinstance(error, OSError) and error.errno not in FULL:
             raise
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error).splitlines()[0]
-        raise LogError(
+        raise TableError(
             f"{cache} cannot take the sorted copy of {where} ({reason}): make room there, or name another place with --cache"
         ) from error
 
@@ -97,10 +97,10 @@ def _cache_named(cache: Path, where: str) -> Iterator[None]:
 def _write(
     copy: Path, source: Table, contexts: Table | None, where: str, ids: IdKind, surfaces: int, progress: Update
 ) -> None:
-    """Write the sorted copy of a log. Raises LogError."""
+    """Write the sorted copy of a log. Raises TableError."""
     before, rows = files_of(source), source.count_rows()
     if not rows:
-        raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
+        raise TableError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     sorting = copy / "sorting"
     sorting.mkdir()
     settings: dict[str, Any] = {
@@ -158,7 +158,7 @@ def _pieces(
 
 
 def _code_levels(source: Table) -> int:
-    """How many levels of content codes some row of the log has. Raises LogError."""
+    """How many levels of content codes some row of the log has. Raises TableError."""
     if CODES not in source.schema.names:
         return 0
     pieces = tables_of(source, PIECE_ROWS, [CODES])

@@ -29,7 +29,7 @@ from weights.lab.training.log import Log
 from weights.lab.training.run import reproducible
 from weights.lab.training.settings import COUNT, FACTOR, NORM, RATE, SEED, SHARE, THREADS, WEIGHT, check_fields
 from weights.lab.training.trainer import rate_at
-from weights.tables import LogError
+from weights.tables import TableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,15 @@ def train_towers(
 ) -> Towers:
     """Train on the requests before `until_ts`, or on all. `weights` of actions: a row whose sum is above 0 was liked; None: X's weights.
 
-    `report` is called with steps done, total steps and the loss. Raises LogError if no post was liked.
+    `report` is called with steps done, total steps and the loss. Raises TableError if no post was liked.
     """
     seen = log if until_ts is None else log.before(until_ts)
     scored = default_score_weights(log.action_names) if weights is None else weights
     pairs = Pairs(Examples(seen, config), scored, settings.negatives_by)
     if not len(pairs.requests):
-        raise LogError("the training period holds no post with an action of positive weight: there is nothing to learn")
+        raise TableError(
+            "the training period holds no post with an action of positive weight: there is nothing to learn"
+        )
     with reproducible(settings.threads):
         towers = initial_towers(config, torch.Generator().manual_seed(settings.seed))
         optimizer = torch.optim.AdamW(

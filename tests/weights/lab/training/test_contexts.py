@@ -24,7 +24,7 @@ from weights.lab.training.examples import Examples, HiddenShares  # noqa: E402
 from weights.lab.training.log import aligned, read_log, write_log  # noqa: E402
 from weights.lab.training.page_example import request_body  # noqa: E402
 from weights.lab.world.simulate import World  # noqa: E402
-from weights.tables import LogError  # noqa: E402
+from weights.tables import TableError  # noqa: E402
 
 LONG = 127
 """The window of the model that `log` plans."""
@@ -256,7 +256,7 @@ def test_contexts_that_cannot_be_used_are_refused(reason: str, world: World, tmp
     write_pair(world, tmp_path, lambda index, context: context if len(context) else None)
     path = tmp_path / "contexts/part-0.parquet"
     pq.write_table(REFUSED[reason](pq.read_table(path)), path)
-    with pytest.raises(LogError, match=reason):
+    with pytest.raises(TableError, match=reason):
         read_log(tmp_path)
 
 
@@ -265,7 +265,7 @@ def test_contexts_that_no_impression_can_name_are_refused(world: World, tmp_path
     path = tmp_path / "impressions/part-0.parquet"
     pq.write_table(pq.read_table(path).drop_columns(["context_id"]), path)
     with pytest.raises(
-        LogError, match="has contexts, but its impressions lack the column context_id, which names them"
+        TableError, match="has contexts, but its impressions lack the column context_id, which names them"
     ):
         read_log(tmp_path)
 
