@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from weights.actions import SCORE_WEIGHT_SETS, continuous_weights, default_score_weights
+from weights.actions import SCORE_WEIGHT_SETS, continuous_weights, default_score_weights, weight_vector
 from weights.format.manifest import Manifest
 from weights.text_ids import IdKind
 
@@ -48,7 +48,7 @@ class Vocabulary:
         """Return the vocabulary of the checkpoint with this manifest."""
         names, outputs = manifest.action_names, tuple(output.name for output in manifest.continuous)
         columns = {name: column for column, name in enumerate(names)}
-        weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
+        weights = weight_vector(manifest.score_weights, names)
         sets = {name: _published(name, manifest) for name in SCORE_WEIGHT_SETS}
         return cls(
             action_names=names,

@@ -15,14 +15,15 @@ from model.inputs import Ids
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-9, 1e9
 """With the largest weights, scores ÷ temperature and their sums stay finite."""
-_STEP, _FIRST, _SECOND = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+STEP = np.uint64(0x9E3779B97F4A7C15)
+"""Between two states of SplitMix64."""
 
 
 def gumbel_noise(name: str, post_ids: Ids) -> NDArray[np.float64]:
     """Standard Gumbel noise for each post, float64 `[C]`, from the name of the ranking and the post's id alone: the same on every machine,
     whatever the order of the posts. Where an id comes twice, the second gets noise of its own."""
     seed = np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
-    mixed = _mix(_mix(post_ids ^ seed) + _STEP * _repeats(post_ids))
+    mixed = _mix(_mix(post_ids ^ seed) + STEP * _repeats(post_ids))
     uniform = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # between 0 and 1, and neither of them
     return -np.log(-np.log(uniform))
 
@@ -44,12 +45,15 @@ def draw_order(
 
 
 def _mix(values: Ids) -> Ids:
-    """The output function of SplitMix64, a bijection whose bits look random (Steele, Lea and Flood 2014)."""
-    values = values + _STEP
-    values = (values ^ (values >> np.uint64(30))) * _FIRST
-    values = (values ^ (values >> np.uint64(27))) * _SECOND
-    mixed: Ids = values ^ (values >> np.uint64(31))
-    return mixed
+    return finalised(values + STEP)
+
+
+def finalised(states: Ids) -> Ids:
+    """The output of SplitMix64 for each of its states, uint64 `[n]`: a bijection whose bits look random (Steele, Lea and Flood 2014)."""
+    states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    outputs: Ids = states ^ (states >> np.uint64(31))
+    return outputs
 
 
 def _repeats(post_ids: Ids) -> Ids:

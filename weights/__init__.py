@@ -1,1 +1,1 @@
-"""Checkpoints: their format on disk, import of published ones, training of new ones."""
+"""Checkpoints and corpora: their formats on disk, import, fetch; the log of what was served. The lab learns from logs and judges."""

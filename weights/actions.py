@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weights.errors import CheckpointError, reason_of
 from weights.format.manifest import ContinuousOutput
 from weights.values import score_weight_problem
@@ -94,6 +97,11 @@ def default_score_weights(action_names: Sequence[str], name: str = "default") ->
     """The weights of set `name` for those of the actions that it contains. Raises KeyError for an unknown set."""
     weights = SCORE_WEIGHT_SETS[name]
     return {action: weights[action] for action in action_names if action in weights}
+
+
+def weight_vector(weights: Mapping[str, float], action_names: Sequence[str]) -> NDArray[np.float64]:
+    """The weight of each action, float64 `[A]`; 0 for an action without one."""
+    return np.array([weights.get(name, 0.0) for name in action_names], np.float64)
 
 
 def score_weights_of(option: str, action_names: Sequence[str]) -> dict[str, float]:

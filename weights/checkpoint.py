@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.config import RetrievalConfig
 from model.ranker import Ranker
 from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
@@ -52,9 +53,15 @@ class Encoder:
 def load_checkpoint(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Checkpoint:
     """`load_any` for a checkpoint that ranks; raises CheckpointError for one that retrieves."""
     loaded = load_any(path, progress, threads=threads)
-    if isinstance(loaded, Encoder):
-        raise CheckpointError(f"Checkpoint {path} is refused: it is a retrieval model (two towers), which cannot rank.")
+    check_ranks(path, loaded.manifest)
+    assert isinstance(loaded, Checkpoint)
     return loaded
+
+
+def check_ranks(path: str | Path, manifest: Manifest) -> None:
+    """Raises CheckpointError for the manifest of a checkpoint that retrieves."""
+    if isinstance(manifest.config, RetrievalConfig):
+        raise CheckpointError(f"Checkpoint {path} is refused: it is a retrieval model (two towers), which cannot rank.")
 
 
 def load_encoder(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Encoder:

@@ -24,7 +24,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from weights.git_lfs import HEAD_BYTES, pointer_problem
-from weights.tables import LogError, is_text, json_error, json_problem
+from weights.tables import Place, TableError, is_text, json_error, json_problem
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
 """The format of a file by the end of its name, before that of a compression."""
@@ -39,7 +39,7 @@ SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
 LINES_AT_ONCE = 4096
 CODES = "codes"
-"""A column of lists, which CSV cannot hold: where all are null, it stays null."""
+"""A column of lists of content codes. CSV cannot hold lists: where all are null, it stays null."""
 OURS = b"phoenix_ranker."
 """How the keys of the metadata begin that say something about a table; others say who wrote it."""
 SHORT_FLOATS = (pa.float16(), pa.float32())
@@ -104,11 +104,11 @@ class Table:
         return [piece.path for piece in self.pieces]
 
     def count_rows(self) -> int:
-        """The number of rows. Parquet and JSON lines know it; CSV is read to count. Raises LogError."""
+        """The number of rows. Parquet and JSON lines know it; CSV is read to count. Raises TableError."""
         return sum(map(self.rows_of, self.pieces))
 
     def rows_of(self, piece: Piece) -> int:
-        """The number of rows of one of the files. Raises LogError."""
+        """The number of rows of one of the files. Raises TableError."""
         if piece.rows is not None:
             return piece.rows
         if piece.path not in self._counts:
@@ -117,7 +117,7 @@ class Table:
         return self._counts[piece.path]
 
     def batches(self, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows in batches, in their order; all columns if `columns` is None. Raises LogError."""
+        """Yield the rows in batches, in their order; all columns if `columns` is None. Raises TableError."""
         fields = [self.schema.field(name) for name in columns or self.schema.names]
         schema = pa.schema(fields, self.schema.metadata)
         for piece in self.pieces:
@@ -134,7 +134,7 @@ class Table:
                         yield ordered.cast(schema)
 
     def to_table(self) -> pa.Table:
-        """All rows. Raises LogError."""
+        """All rows. Raises TableError."""
         return pa.Table.from_batches([*self.batches()], self.schema)
 
 
@@ -149,7 +149,7 @@ def open_table(
     `in_every_row`: the first line of JSON must have every field that a later one has. `may_lack`: if given, columns that are not in
     `columns` are passed over, and these may be absent from some files or lines.
 
-    Raises LogError, also for columns that the first file, or the first part of JSON lines, lacks: they would be lost. And for columns of
+    Raises TableError, also for columns that the first file, or the first part of JSON lines, lacks: they would be lost. And for columns of
     which files have types that have none in common without loss. Names that begin with a dot are passed over, and so are those that begin
     with an underscore, unless they end as a table does.
     """
@@ -159,7 +159,7 @@ def open_table(
     if len(set(formats.values())) > 1:
         first = {kind: file for file, kind in reversed(formats.items())}
         names = " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
-        raise LogError(f"{path} holds files of several formats, {names}: put one format into a directory")
+        raise TableError(f"{path} holds files of several formats, {names}: put one format into a directory")
     pieces: list[Piece] = []
     for info in infos:
         with _readable(info.path, formats[info.path]):
@@ -169,17 +169,17 @@ def open_table(
             if in_every_row and formats[info.path] == "JSON lines":
                 _check_first_line(file, pieces[0].schema)
         if late := set(pieces[-1].schema.names) - {*pieces[0].schema.names, *(may_lack or ())}:
-            raise LogError(f"{info.path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
+            raise TableError(f"{info.path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
         if lost := set(pieces[0].schema.names) - {*pieces[-1].schema.names, *(may_lack or ())}:
-            raise LogError(f"{info.path} lacks the columns {', '.join(sorted(lost))}, which {pieces[0].path} has")
+            raise TableError(f"{info.path} lacks the columns {', '.join(sorted(lost))}, which {pieces[0].path} has")
     for piece in pieces:
         if problem := _names_problem(piece.schema.names):
-            raise LogError(f"{piece.path}{problem}")
+            raise TableError(f"{piece.path}{problem}")
     return Table(_common_schema(pieces, columns), pieces, filesystem)
 
 
 def _common_schema(pieces: list[Piece], columns: Mapping[str, pa.DataType]) -> pa.Schema:
-    """The columns of the files with types that hold the values of all, and with columns that may have nulls. Raises LogError."""
+    """The columns of the files with types that hold the values of all, and with columns that may have nulls. Raises TableError."""
     fields = []
     for name in dict.fromkeys(name for piece in pieces for name in piece.schema.names):
         common, named_by = pa.null(), ""
@@ -189,7 +189,7 @@ def _common_schema(pieces: list[Piece], columns: Mapping[str, pa.DataType]) -> p
             kind = _plain(piece.schema.field(name).type)
             joined = _common_type(common, kind, columns.get(name))
             if joined is None:
-                raise LogError(
+                raise TableError(
                     f"{piece.path}: column {name} holds {kind}, and that of {named_by} {common}: write one type in all files"
                 )
             if joined != common or not named_by:
@@ -277,25 +277,33 @@ def _mark_of(filesystem: pa.fs.FileSystem, path: str) -> str | None:
 
 
 def check_unchanged(source: Table, before: Unchanged) -> None:
-    """Raises LogError if a file is not as it was when `files_of` gave this."""
+    """Raises TableError if a file is not as it was when `files_of` gave this."""
     if changed := [file for file, then, now in zip(source.files, before, files_of(source), strict=True) if now != then]:
-        raise LogError(f"{changed[0]} was changed while it was read: begin again, in another place")
+        raise TableError(f"{changed[0]} was changed while it was read: begin again, in another place")
 
 
-def tables_of(source: Table, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield a table in pieces of about `rows` rows; all columns if `columns` is None. Raises LogError."""
+def tables_of(source: Table, rows: int, columns: list[str] | None = None) -> Iterator[tuple[pa.Table, Place]]:
+    """Yield a table in pieces of about `rows` rows, each with what names one of its rows; all columns if `columns` is None.
+
+    Raises TableError.
+    """
     batches: list[pa.RecordBatch] = []
+    before = 0
     for batch in source.batches(columns):
         batches.append(batch)
-        if sum(map(len, batches)) >= rows:
-            yield pa.Table.from_batches(batches)
-            batches = []
+        if (count := sum(map(len, batches))) >= rows:
+            yield pa.Table.from_batches(batches), partial(_place_behind, source, before)
+            batches, before = [], before + count
     if batches:
-        yield pa.Table.from_batches(batches)
+        yield pa.Table.from_batches(batches), partial(_place_behind, source, before)
+
+
+def _place_behind(source: Table, before: int, row: int) -> str:
+    return place_of(source, before + row)
 
 
 def filesystem_of(path: Path | str) -> tuple[pa.fs.FileSystem, str]:
-    """The file system of a path or an fsspec address, and the place there. Raises LogError for an address that cannot be opened.
+    """The file system of a path or an fsspec address, and the place there. Raises TableError for an address that cannot be opened.
 
     A `Path` has lost one of the slashes of an address: `s3:/bucket/log` is `s3://bucket/log`.
     """
@@ -310,27 +318,27 @@ def filesystem_of(path: Path | str) -> tuple[pa.fs.FileSystem, str]:
     try:
         remote, place = fsspec.core.url_to_fs(address)
     except (ImportError, ValueError, OSError) as error:
-        raise LogError(f"{address} cannot be opened: {str(error).splitlines()[0]}") from error
+        raise TableError(f"{address} cannot be opened: {str(error).splitlines()[0]}") from error
     return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(remote)), place
 
 
 def _files(filesystem: pa.fs.FileSystem, place: str, path: str) -> list[pa.fs.FileInfo]:
-    """The files of a table, by name. Raises LogError if there are none."""
+    """The files of a table, by name. Raises TableError if there are none."""
     try:
         info = filesystem.get_file_info(place)
         if info.type is pa.fs.FileType.NotFound:
-            raise LogError(f"{path} is not there")
+            raise TableError(f"{path} is not there")
         if info.is_file:
             return [info]
         inner = filesystem.get_file_info(pa.fs.FileSelector(place, recursive=True))
-    except LogError:
+    except TableError:
         raise
     except OSError as error:
-        raise LogError(f"{path} cannot be opened: {str(error).splitlines()[0]}") from error
+        raise TableError(f"{path} cannot be opened: {str(error).splitlines()[0]}") from error
     depth = len(place.rstrip("/")) + 1
     files = [info for info in inner if info.is_file and _is_data(info.path[depth:])]
     if not files:
-        raise LogError(f"{path} holds no Parquet files, JSON lines or CSV")
+        raise TableError(f"{path} holds no Parquet files, JSON lines or CSV")
     return sorted(files, key=lambda info: info.path)
 
 
@@ -350,28 +358,28 @@ def _named_format(path: str) -> str:
 
 
 def _format_of(filesystem: pa.fs.FileSystem, path: str) -> str:
-    """The format by the name of a file and its first bytes. Raises LogError, which says what to do, for a file that is no table."""
+    """The format by the name of a file and its first bytes. Raises TableError, which says what to do, for a file that is no table."""
     with _readable(path, "Parquet"), filesystem.open_input_stream(path, compression=None) as opened:
         head = opened.read(HEAD_BYTES)
     if problem := pointer_problem(head):
-        raise LogError(f"{path} {problem}")
+        raise TableError(f"{path} {problem}")
     if not head:
-        raise LogError(f"{path} is empty: remove it")
+        raise TableError(f"{path} is empty: remove it")
     if head.startswith(PARQUET_MAGIC):
         return "Parquet"
     if Path(path).suffix in OTHER_COMPRESSIONS:
-        raise LogError(f"{path} is compressed: unpack it first, or use gzip (.gz) or zstd (.zst)")
+        raise TableError(f"{path} is compressed: unpack it first, or use gzip (.gz) or zstd (.zst)")
     if problem := _compression_problem(Path(path).suffix, head):
-        raise LogError(f"{path} {problem}")
+        raise TableError(f"{path} {problem}")
     if head.startswith(UTF_16_MARKS):
-        raise LogError(f"{path} is no text in UTF-8 but in UTF-16: convert it")
+        raise TableError(f"{path} is no text in UTF-8 but in UTF-16: convert it")
     kind = _named_format(path)
     if kind in ("", "Parquet"):
-        raise LogError(
+        raise TableError(
             f"{path} is neither Parquet nor JSON lines (.jsonl) nor CSV (.csv): move it elsewhere, or convert it"
         )
     if kind == "JSON lines" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        raise LogError(
+        raise TableError(
             f"{path}, line 1: holds a JSON array; write one object in each line, without brackets and commas"
         )
     return kind
@@ -389,22 +397,22 @@ def _compression_problem(suffix: str, head: bytes) -> str:
 
 @contextmanager
 def _readable(path: str, kind: str) -> Iterator[None]:
-    """Turn what a library says about a file into a LogError that names the file."""
+    """Turn what a library says about a file into a TableError that names the file."""
     try:
         yield
-    except LogError:
+    except TableError:
         raise
     except UnicodeDecodeError as error:
-        raise LogError(f"{path} cannot be read as {kind}: it is no text in UTF-8; convert it") from error
+        raise TableError(f"{path} cannot be read as {kind}: it is no text in UTF-8; convert it") from error
     except (OSError, EOFError, pa.ArrowException) as error:
         reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
         if "magic bytes not found in footer" in reason:
             reason = "its end is not that of a Parquet file; it may be cut off"
-        raise LogError(f"{path} cannot be read as {kind}: {reason}") from error
+        raise TableError(f"{path} cannot be read as {kind}: {reason}") from error
 
 
 def _check_lines(file: _File, options: pyarrow.json.ParseOptions) -> None:
-    """Raises LogError for the first line of JSON that cannot be read, and repeats no value."""
+    """Raises TableError for the first line of JSON that cannot be read, and repeats no value."""
     number = 0
     with file.stream() as opened:
         text = io.BufferedReader(opened)
@@ -416,7 +424,7 @@ def _check_lines(file: _File, options: pyarrow.json.ParseOptions) -> None:
                     is_good = not json_error(b"".join(lines[:middle]), options)
                     good, bad = (middle, bad) if is_good else (good, middle)
                 problem = json_problem(lines[good], lines[:good], options)
-                raise LogError(f"{file.path}, line {number + bad}: {problem}")
+                raise TableError(f"{file.path}, line {number + bad}: {problem}")
             number += len(lines)
 
 
@@ -476,13 +484,13 @@ def _schema_of_lines(file: _File) -> pa.Schema:
 
 
 def _check_first_line(file: _File, schema: pa.Schema) -> None:
-    """Raises LogError if the first line lacks a field: an absent field reads as null, and a misspelt one would be two columns."""
+    """Raises TableError if the first line lacks a field: an absent field reads as null, and a misspelt one would be two columns."""
     with file.stream() as opened:
         lines = io.TextIOWrapper(opened, encoding="utf-8-sig")  # some editors begin a file with a mark
         line = next((line for line in lines if line.strip()), "{}")
     fields = json.loads(line)
     if lost := set(schema.names) - set(fields):
-        raise LogError(
+        raise TableError(
             f"{file.path}, line 1: lacks the fields {', '.join(sorted(lost))}, which other lines have: write every column in every row"
         )
 
@@ -516,19 +524,19 @@ def _csv(file: _File) -> Piece:
 
 @contextmanager
 def _csv_rows_named(path: str, names: list[str]) -> Iterator[None]:
-    """Turn what pyarrow says about a row of CSV into a LogError that repeats no value and counts rows without the header, from 1."""
+    """Turn what pyarrow says about a row of CSV into a TableError that repeats no value and counts rows without the header, from 1."""
     try:
         yield
     except pa.ArrowInvalid as error:
         if misfit := re.search(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (\w+)", str(error)):
             column, row, kind = misfit.groups()
             name = names[int(column)]
-            raise LogError(
+            raise TableError(
                 f"{path}, row {int(row) - 1}: column {name} holds a value that does not fit {kind}"
             ) from error
         if uneven := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", str(error)):
             row, columns, cells = map(int, uneven.groups())
-            raise LogError(
+            raise TableError(
                 f"{path}, row {row - 1}: has {cells} values for {columns} columns; it may be cut off"
             ) from error
         raise

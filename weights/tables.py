@@ -28,7 +28,7 @@ CHECKS: dict[str, Check] = {
 """How the values of a column are checked, by its name in a log or in a table of posts."""
 
 
-class LogError(ValueError):
+class TableError(ValueError):
     """A table that cannot be used; the message names the file and the column."""
 
 
@@ -43,7 +43,7 @@ def json_error(lines: bytes, options: pyarrow.json.ParseOptions) -> str:
 
 
 def json_problem(line: bytes, before: Sequence[bytes], options: pyarrow.json.ParseOptions) -> str:
-    """What is wrong with a line, without its values. `before`: lines that can be read, and not with this one."""
+    """What is wrong with a line, without its values. `before`: the lines before it, which can be read, but not together with it."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
@@ -66,10 +66,10 @@ def json_problem(line: bytes, before: Sequence[bytes], options: pyarrow.json.Par
 def check_values(
     columns: Mapping[str, NDArray[Any]], place: Callable[[int], str], checks: Mapping[str, Check] = CHECKS
 ) -> None:
-    """Raises LogError for the first value in these columns, by name, that a request may not have either. `place` names a row."""
+    """Raises TableError for the first value in these columns, by name, that a request may not have either. `place` names a row."""
     for name, column in columns.items():
         if name in checks and (problem := checks[name](column)):
-            raise LogError(f"{place(problem[0])}: {name} {problem[1]}")
+            raise TableError(f"{place(problem[0])}: {name} {problem[1]}")
 
 
 Place = Callable[[int], str]
@@ -81,75 +81,75 @@ Where = str | Callable[[int], str]
 def column_of(
     table: pa.Table, name: str, kind: pa.DataType, where: Where, unknown: float | str | None = None
 ) -> NDArray[Any]:
-    """A column as a numpy array. Nulls become `unknown`, or are refused if that is None. Raises LogError, which names the table or row
+    """A column as a numpy array. Nulls become `unknown`, or are refused if that is None. Raises TableError, which names the table or row
     `where`, and repeats no value."""
     column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
     is_integer = pa.types.is_integer(kind)
     if is_integer and is_text(column.type):
         hint = " (--ids text reads ids that are texts)" if name in ID_COLUMNS else ""
-        raise LogError(f"{_at(where, _first_misfit(column, kind))}: column {name} holds texts, not integers{hint}")
+        raise TableError(f"{_at(where, _first_misfit(column, kind))}: column {name} holds texts, not integers{hint}")
     if is_integer and pa.types.is_boolean(column.type):
-        raise LogError(f"{_at(where)}: column {name} holds true and false, not integers")
+        raise TableError(f"{_at(where)}: column {name} holds true and false, not integers")
     is_id = kind == pa.uint64()
     is_rounded = is_integer and pa.types.is_floating(column.type) and (is_id or column.type != pa.float64())
     if is_rounded or (is_integer and pa.types.is_temporal(column.type)):
         rule = (
             "write Unix seconds" if not is_rounded else f"a float cannot hold every {'id' if is_id else 'one of them'}"
         )
-        raise LogError(f"{_at(where)}: column {name} holds {column.type}, not integers: {rule}")
+        raise TableError(f"{_at(where)}: column {name} holds {column.type}, not integers: {rule}")
     is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
     if kind == pa.bool_() and is_number and (problem := problem_of_flags(column.to_numpy())):  # else any but 0 is true
-        raise LogError(f"{_at(where, problem[0])}: column {name} {problem[1]}, in every row")
+        raise TableError(f"{_at(where, problem[0])}: column {name} {problem[1]}, in every row")
     try:
         cast = column.cast(kind)
         values: NDArray[Any] = (cast if unknown is None else cast.fill_null(unknown)).to_numpy()
     except pa.ArrowException as error:
         row = _first_misfit(column, kind)
-        raise LogError(f"{_at(where, row)}: column {name} does not fit {kind}; it holds {column.type}") from error
+        raise TableError(f"{_at(where, row)}: column {name} does not fit {kind}; it holds {column.type}") from error
     return values
 
 
 def flags_of(table: pa.Table, name: str, where: Where) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """A column that says of each row whether an action was taken, and where it is null, which is unknown; bool `[n]` both, False where
-    unknown. Raises LogError."""
+    unknown. Raises TableError."""
     column = table.column(name)
     unknown: NDArray[np.bool_] = column.is_null().to_numpy()
     is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
     if is_number and (problem := problem_of_flags(column.fill_null(0).to_numpy())):  # else any but 0 is true
-        raise LogError(
+        raise TableError(
             f"{_at(where, problem[0])}: column {name} {problem[1]}, in every row; null says that it is unknown"
         )
     try:
         taken: NDArray[np.bool_] = column.cast(pa.bool_()).fill_null(False).to_numpy()
     except pa.ArrowException as error:
         row = _first_misfit(column, pa.bool_())
-        raise LogError(f"{_at(where, row)}: column {name} does not fit bool; it holds {column.type}") from error
+        raise TableError(f"{_at(where, row)}: column {name} does not fit bool; it holds {column.type}") from error
     return taken, unknown
 
 
 def rows_of_lists(table: pa.Table, name: str, where: Where, levels: int = 0) -> NDArray[np.int64]:
     """A column of lists of content codes as rows, int64 `[n, q]`: q is that of the longest list, at least `levels`, and shorter lists get
-    zeros. A null is an empty list. Raises LogError."""
+    zeros. A null is an empty list. Raises TableError."""
     column = table.column(name).combine_chunks()
     is_list = (
         pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)
     )
     if not is_list and not pa.types.is_null(column.type):
-        raise LogError(f"{_at(where)}: column {name} holds {column.type}, not lists of integers")
+        raise TableError(f"{_at(where)}: column {name} holds {column.type}, not lists of integers")
     try:
         lists = column.cast(pa.list_(pa.int64()))
     except pa.ArrowException as error:
         row = _first_misfit(table.column(name), pa.list_(pa.int64()))
-        raise LogError(f"{_at(where, row)}: column {name} does not fit lists of integers: {error}") from error
+        raise TableError(f"{_at(where, row)}: column {name} does not fit lists of integers: {error}") from error
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     values = lists.flatten()
     if values.null_count:
         first = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
         row = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
-        raise LogError(f"{_at(where, row)}: column {name} has nulls in its lists; write 0 for none")
+        raise TableError(f"{_at(where, row)}: column {name} has nulls in its lists; write 0 for none")
     longest = int(lengths.max(initial=0))
     if longest > MAX_CODE_LEVELS:
-        raise LogError(
+        raise TableError(
             f"{_at(where, int(lengths.argmax()))}: column {name} holds a list of {longest} codes, at most {MAX_CODE_LEVELS} are read"
         )
     rows = np.zeros((len(lengths), max(longest, levels)), np.int64)
@@ -158,15 +158,15 @@ def rows_of_lists(table: pa.Table, name: str, where: Where, levels: int = 0) -> 
 
 
 def texts_of(table: pa.Table, name: str, where: Where) -> pa.DictionaryArray:
-    """A column of text ids, dictionary-encoded: each text is stored once. Raises LogError."""
+    """A column of text ids, dictionary-encoded: each text is stored once. Raises TableError."""
     column = _whole(table, name, "string", where)
     if not is_text(column.type):
-        raise LogError(f"{_at(where)}: column {name} holds {column.type}, not texts, which its ids are")
+        raise TableError(f"{_at(where)}: column {name} holds {column.type}, not texts, which its ids are")
     coded = column.cast(pa.large_string()).combine_chunks().dictionary_encode()
     for code, text in enumerate(coded.dictionary.to_pylist()):
         if not is_text_id(text):
             row = int(np.argmax(coded.indices.to_numpy() == code))
-            raise LogError(f"{_at(where, row)}: column {name} holds a text that is no id; an id {TEXT_RULE}")
+            raise TableError(f"{_at(where, row)}: column {name} holds a text that is no id; an id {TEXT_RULE}")
     return coded
 
 
@@ -198,18 +198,18 @@ def hashed(texts: pa.DictionaryArray) -> NDArray[np.uint64]:
 
 
 def ids_of(table: pa.Table, name: str, kind: IdKind, where: Where) -> NDArray[np.uint64]:
-    """A column of ids of this kind, as a model reads them. Raises LogError."""
+    """A column of ids of this kind, as a model reads them. Raises TableError."""
     return hashed(texts_of(table, name, where)) if kind == "text" else column_of(table, name, pa.uint64(), where)
 
 
 def _whole(table: pa.Table, name: str, kind: str, where: Where) -> pa.ChunkedArray:
     if table.schema.get_field_index(name) < 0:  # `column_names` makes a list of all of them
-        raise LogError(f"{_at(where)} lacks the column {name} ({kind})")
+        raise TableError(f"{_at(where)} lacks the column {name} ({kind})")
     column = table.column(name)
     if column.null_count:
         rule = "every row needs an id" if name in ID_COLUMNS else "write 0 (or false) for unknown"
         row = int(np.argmax(column.is_null().to_numpy()))
-        raise LogError(f"{_at(where, row)}: column {name} has {column.null_count} nulls; {rule}")
+        raise TableError(f"{_at(where, row)}: column {name} has {column.null_count} nulls; {rule}")
     return column
 
 

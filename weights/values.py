@@ -40,6 +40,8 @@ ZERO_ID_RULE = "must not be 0, which is padding"
 MAX_POSITION, MAX_ROW_WEIGHT = 1_000_000, 1_000_000
 _FINER_UNITS = (("milliseconds", 10**3), ("microseconds", 10**6), ("nanoseconds", 10**9))
 
+DAY_SECONDS = 86_400
+
 Problem = tuple[int, str]
 """The first bad row of a column, and what is wrong with its value."""
 

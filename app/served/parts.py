@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weights.served import OPEN_SUFFIX, SUFFIX, ContextName, RowBatch
+from weights.values import DAY_SECONDS
 
 GROUP_BYTES = 8 * 2**20
 """A part's rows are written when they take this much memory."""
@@ -28,7 +29,6 @@ OUR_FOLDER = re.compile(r"date=\d{4}-\d{2}-\d{2}", re.ASCII)
 OUR_FILE = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{16}(\.[0-9a-f]{8}\.forget)?\.parquet(\.open)?", re.ASCII)
 """The names of parts, open parts, and of those that `weights.forget` writes again."""
 COMPRESSION = "lz4"  # a third of the time of zstd, and little longer
-DAY_SECONDS = 86_400
 
 
 class Part:

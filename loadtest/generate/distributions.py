@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from model.exploration import STEP, finalised
+
 Ids = NDArray[np.uint64]
 
 ID_BITS = 62  # ids look like those of a real feed: large, yet within a signed 64-bit integer
@@ -75,12 +77,9 @@ class Zipf:
 
 
 def mix(values: NDArray[np.uint64] | NDArray[np.int64], salt: int) -> Ids:
-    """splitmix64 (Steele, Lea and Flood, 2014) of each value and the salt: uint64, the same on every machine."""
+    """SplitMix64 of each value and the salt: uint64, the same on every machine."""
     with np.errstate(over="ignore"):
-        state = values.astype(np.uint64) + np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return state ^ (state >> np.uint64(31))
+        return finalised(values.astype(np.uint64) + np.uint64(salt) * STEP)
 
 
 def ids_of(ranks: NDArray[np.int64], salt: int) -> Ids:

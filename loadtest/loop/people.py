@@ -13,8 +13,9 @@ from loadtest.loop.settings import REWARD, WORLD, LoopSettings
 from weights.lab.training.log import Log
 from weights.lab.world.behaviour import ACTION_NAMES, draw, true_probabilities
 from weights.lab.world.population import draw_authors, draw_posts, draw_users, drift, interest
-from weights.lab.world.settings import DAY_SECONDS, SURFACES, WorldSettings
+from weights.lab.world.settings import SURFACES, WorldSettings
 from weights.lab.world.simulate import OTHER_SURFACES, Drawn, Session, choose_posts, circumstances, remember
+from weights.values import DAY_SECONDS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

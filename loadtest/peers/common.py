@@ -16,6 +16,7 @@ from model.batch import collate
 from model.create import EngineOptions, create_engine
 from model.engine import Item
 from model.inputs import Candidates, Context, Scores, age_bucket
+from weights.actions import weight_vector
 from weights.checkpoint import load_checkpoint
 
 
@@ -70,7 +71,7 @@ class PeerModel:
             self._engine.warm_up()
         names = self.manifest.action_names
         self._columns = {str(index): index for index in range(len(names))} | {name: i for i, name in enumerate(names)}
-        self._weights = np.array([self.manifest.score_weights.get(name, 0.0) for name in names])
+        self._weights = weight_vector(self.manifest.score_weights, names)
 
     def features(self, body: RankBody) -> tuple[Context, Candidates]:
         """A request as the model's inputs."""

@@ -14,7 +14,7 @@ from loadtest.server import PLAIN, Server, serving, wait_until
 from tests.weights.call import run
 from tests.weights.lab.loop.nights import OPTIONS, make_nights
 from weights.checkpoint import load_manifest
-from weights.lab.training.example import request_body
+from weights.lab.training.page_example import request_body
 
 pytestmark = pytest.mark.slow
 

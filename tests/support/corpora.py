@@ -18,10 +18,11 @@ from torch import Tensor
 from app.settings import Retrieval
 from model.retrieval.corpus import packed
 from model.retrieval.towers import Towers
+from tests.support.random_models import random_model, retrieval_config
 from weights.checkpoint import load_encoder, save_checkpoint
 from weights.corpus.importer import encode
 from weights.corpus.store import CorpusLabels, write_corpus
-from weights.synthetic.random_weights import mini_config, random_model, retrieval_config
+from weights.synthetic.random_weights import mini_config
 from weights.text_ids import IdKind, text_ids
 
 ACTIONS = ("favorite", "reply", "report")

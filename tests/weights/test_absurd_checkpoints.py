@@ -19,12 +19,13 @@ import pytest
 
 from model.create import EngineOptions, create_engine
 from model.engine import EngineError
+from tests.support.random_models import random_model
 from tests.weights.small import sign, write_small
 from weights.checkpoint import load_checkpoint
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, file_of
 from weights.format.manifest import FileEntry, Manifest, TensorEntry
-from weights.synthetic.random_weights import mini_config, random_ranker
+from weights.synthetic.random_weights import mini_config
 
 ABSURD = (0, -1, 2, 2**15, 2**31, 2**40, 2**63, 2**64, 10**300, 1e-320, 1e-30, 1e30, 1e308, -1e308)
 ALIKE = ("score_weights", "scales", "biases", "tensors")  # one piece of code reads all their entries, six or more
@@ -138,7 +139,7 @@ def test_a_context_that_does_not_fit_is_refused_beforehand(monkeypatch: pytest.M
     config = mini_config(0, (5, 6, 7), continuous_actions=0)
     config = replace(config, width=2, layers=2, query_heads=64, kv_heads=64, head_width=1024, history_length=32767)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (60 * 2**30, resource.RLIM_INFINITY))
-    ranker = random_ranker(config, 0)
+    ranker = random_model(config, 0)
     peak_bytes()
     before = peak_bytes()
     with pytest.raises(EngineError, match=r"does not fit: 80\.\d GiB of memory are needed, and \d.* are free"):
@@ -147,7 +148,7 @@ def test_a_context_that_does_not_fit_is_refused_beforehand(monkeypatch: pytest.M
 
 
 def test_a_model_without_finite_scores_is_refused_at_the_warm_up() -> None:
-    ranker = random_ranker(mini_config(0, (5, 6, 7)), 0)
+    ranker = random_model(mini_config(0, (5, 6, 7)), 0)
     ranker.heads.actions.weight.fill_(3e38)
     engine = create_engine(ranker, EngineOptions(device="cpu", threads=1))
     with pytest.raises(EngineError, match="not finite numbers"):

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.random_models import random_model
 from tests.weights.small import sign, write_small
 from weights.checkpoint import load_checkpoint, load_encoder, load_manifest, save_checkpoint
 from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
-from weights.synthetic.random_weights import mini_config, random_pieces, random_ranker
+from weights.synthetic.random_weights import mini_config, random_pieces
 
 CONFIG = mini_config(3, (50, 60, 70), continuous_actions=2)
 NAMES = [f"action_{index}" for index in range(19)]
@@ -28,7 +29,7 @@ OUTPUTS = [ContinuousOutput("first", 1.0, ""), ContinuousOutput("dwell_time", 30
 
 def save(path: Path, **options: object) -> None:
     save_checkpoint(
-        path, random_ranker(CONFIG, 1), name="x", action_names=NAMES, continuous=OUTPUTS, **options  # type: ignore[arg-type]
+        path, random_model(CONFIG, 1), name="x", action_names=NAMES, continuous=OUTPUTS, **options  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def test_a_saved_ranker_comes_back(tmp_path: Path, table_dtype: str) -> None:
     assert loaded.manifest.version == "7"
     assert loaded.manifest.score_weights == {"action_3": -2.0}
     assert loaded.manifest.config == loaded.ranker.config == CONFIG
-    original = random_ranker(CONFIG, 1).state_dict()
+    original = random_model(CONFIG, 1).state_dict()
     assert list(loaded.ranker.state_dict()) == list(original)
     for name, tensor in loaded.ranker.state_dict().items():
         dtype = getattr(torch, table_dtype) if name.startswith("tables.") else torch.float32

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from weights.lab.training.log import COLUMNS, Log, read_log
 from weights.table_files import open_table, tables_of
-from weights.tables import LogError, column_of, ids_of
+from weights.tables import TableError, column_of, ids_of
 
 IDS = [1, 2**53 + 1, 5281804507670857603, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1]
 MANY = 20_000  # rows of more than the megabyte from which pyarrow guesses the types
@@ -61,7 +61,7 @@ def test_a_column_that_a_later_file_brings_is_refused(tmp_path: Path, suffix: st
     write(tmp_path / f"a{suffix}", [row()])
     write(tmp_path / f"b{suffix}", [row(**{"action.repotr": True})])
     with pytest.raises(
-        LogError, match=r"b\.(parquet has columns .* lacks: action.repotr|jsonl, line 1: .*: write every column)"
+        TableError, match=r"b\.(parquet has columns .* lacks: action.repotr|jsonl, line 1: .*: write every column)"
     ):
         read_log(tmp_path)
 
@@ -83,7 +83,7 @@ def test_a_line_whose_value_does_not_fit_names_the_column(
     before: int, change: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     rows = [row()] * before + [row(**change)]
-    with pytest.raises(LogError) as told:
+    with pytest.raises(TableError) as told:
         read_log(write(tmp_path / "log.jsonl", [*rows, row()]))
     (name,) = change
     line = 2 if before == 0 and name == "action.like" else before + 1  # alone, the first line may have any type
@@ -93,20 +93,20 @@ def test_a_line_whose_value_does_not_fit_names_the_column(
 
 
 def test_a_field_that_a_later_row_brings_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LogError, match="write every column in every row"):
+    with pytest.raises(TableError, match="write every column in every row"):
         read_log(write(tmp_path / "log.jsonl", [row()] * MANY + [row(**{"action.repotr": True})]))
 
 
 def test_a_cut_file_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", [row()] * MANY)
     path.write_text(path.read_text()[:-30])
-    with pytest.raises(LogError, match=rf"log\.jsonl, line {MANY}: is no JSON object; it may be cut off"):
+    with pytest.raises(TableError, match=rf"log\.jsonl, line {MANY}: is no JSON object; it may be cut off"):
         open_table(path, COLUMNS)
 
 
 def test_what_is_no_parquet_is_named_once(tmp_path: Path) -> None:
     (path := tmp_path / "log.parquet").write_text("x\n")
-    with pytest.raises(LogError, match=r"is neither Parquet nor JSON lines") as told:
+    with pytest.raises(TableError, match=r"is neither Parquet nor JSON lines") as told:
         open_table(path, COLUMNS)
     assert str(told.value).count("log.parquet") == 1
 
@@ -116,22 +116,22 @@ def test_a_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[4:40] = b"\xff" * 36
     path.write_bytes(damaged)
-    with pytest.raises(LogError, match=r"log\.parquet cannot be read"):
+    with pytest.raises(TableError, match=r"log\.parquet cannot be read"):
         list(tables_of(open_table(path, COLUMNS), 10))
 
 
 def test_the_text_option_is_named_only_for_ids_that_may_be_texts() -> None:
     for name, option in (("user_id", True), ("request_id", False)):
-        with pytest.raises(LogError, match=f"column {name} holds texts, not integers") as told:
+        with pytest.raises(TableError, match=f"column {name} holds texts, not integers") as told:
             column_of(pa.table({name: ["r-1"]}), name, pa.uint64(), "The table")
         assert ("--ids text" in str(told.value)) is option
 
 
 def test_ids_as_floats_and_times_with_a_unit_are_refused() -> None:
-    with pytest.raises(LogError, match="holds double, not integers"):
+    with pytest.raises(TableError, match="holds double, not integers"):
         ids_of(pa.table({"user_id": [1.0, 2.0]}), "user_id", "uint64", "The table")
     for unit in ("s", "ms", "us", "ns"):
-        with pytest.raises(LogError, match="write Unix seconds"):
+        with pytest.raises(TableError, match="write Unix seconds"):
             column_of(pa.table({"at": pa.array([10**9], pa.timestamp(unit))}), "at", pa.int64(), "The table")
     assert column_of(pa.table({"at": [1e9]}), "at", pa.int64(), "The table").tolist() == [10**9]
 
@@ -142,14 +142,14 @@ def test_a_number_other_than_1_or_0_is_no_action(tmp_path: Path, suffix: str) ->
     log = write(tmp_path / f"log{suffix}", [row(**{"action.like": each}) for each in (1, 0)])
     assert read_log(log).actions.ravel().tolist() == [True, False]
     log = write(tmp_path / f"log{suffix}", [row(**{"action.like": each}) for each in (1, 0.5)])
-    with pytest.raises(LogError, match=r"column action\.like must be true or false, or 1 or 0"):
+    with pytest.raises(TableError, match=r"column action\.like must be true or false, or 1 or 0"):
         read_log(log)
 
 
 def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [row()])
     (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 147583746\n")
-    with pytest.raises(LogError, match=r"b\.parquet is a Git LFS pointer"):
+    with pytest.raises(TableError, match=r"b\.parquet is a Git LFS pointer"):
         open_table(tmp_path, COLUMNS)
 
 
@@ -187,7 +187,7 @@ def test_days_whose_types_differ_are_read_without_loss(turned: bool, tmp_path: P
 @pytest.mark.parametrize("turned", [False, True])
 def test_days_whose_types_lose_something_are_refused(turned: bool, tmp_path: Path) -> None:
     def refusal(case: str, name: str, one: pa.Array, other: pa.Array) -> str:
-        with pytest.raises(LogError) as told:
+        with pytest.raises(TableError) as told:
             read_log(days(tmp_path / case, name, *((other, one) if turned else (one, other))))
         return str(told.value)
 
@@ -212,7 +212,7 @@ def test_days_of_csv_say_yes_and_no_in_two_ways(turned: bool, tmp_path: Path) ->
 
 
 def test_times_as_short_floats_are_refused() -> None:
-    with pytest.raises(LogError, match="holds float, not integers: a float cannot hold every one of them"):
+    with pytest.raises(TableError, match="holds float, not integers: a float cannot hold every one of them"):
         column_of(pa.table({"at": pa.array([1.7e9], pa.float32())}), "at", pa.int64(), "The table")
 
 
@@ -236,7 +236,7 @@ def test_codes_that_are_null_at_first_are_lists(nothing: Any, tmp_path: Path) ->
 
 
 def test_json_lines_may_hold_what_python_writes_for_no_number(tmp_path: Path) -> None:
-    with pytest.raises(LogError, match=r"log\.jsonl, line 1: dwell_seconds must be"):
+    with pytest.raises(TableError, match=r"log\.jsonl, line 1: dwell_seconds must be"):
         read_log(write(tmp_path / "log.jsonl", [row(dwell_seconds=float("nan"))]))
 
 

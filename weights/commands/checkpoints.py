@@ -1,4 +1,4 @@
-"""The command line: `python -m weights import | verify | inspect | …`. Exit codes: 0 done, 1 refused, 2 usage."""
+"""The commands on checkpoints: import, verify, inspect and others. Exit codes: 0 done, 1 refused, 2 usage."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -28,6 +28,7 @@ from rich.table import Table
 
 from weights.actions import SCORE_WEIGHT_SETS
 from weights.errors import CheckpointError, reason_of
+from weights.progress import Update
 from weights.text_ids import IdKind
 
 if TYPE_CHECKING:
@@ -179,12 +180,6 @@ def _sentence(error: Exception) -> str:
 
 
 HALF_MINUTE = 30.0
-
-Update = Callable[[str, int, int], None]
-"""`update(what, done, total)`: what is being done, in a few words, and how much of it; `done` and `total` are bytes or things counted.
-
-Call it as often as is convenient, from any thread. A new part of the work begins where `total` changes or `done` falls; the remaining
-time is that of the part."""
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def import_(
 ) -> None:
     """Convert a published corpus with its vectors. Some are encoded again to check that --encoder is the model that made them."""
     labels = CorpusLabels(name or label_of(out), version, feed_position)
-    _make(source, encoder, out, topics, labels, encode=False, replace=replace)
+    _make(source, encoder, out, topics, labels, by_towers=False, replace=replace)
 
 
 @app.command()
@@ -82,22 +82,22 @@ def build(
 ) -> None:
     """Make a corpus from ids: the candidate tower encodes every post."""
     labels = CorpusLabels(name or label_of(out), version, feed_position)
-    _make(posts, encoder, out, topics, labels, encode=True, replace=replace)
+    _make(posts, encoder, out, topics, labels, by_towers=True, replace=replace)
 
 
 def _make(
-    source: Path, encoder: Path, out: Path, topics: Path | None, labels: CorpusLabels, *, encode: bool, replace: bool
+    source: Path, encoder: Path, out: Path, topics: Path | None, labels: CorpusLabels, *, by_towers: bool, replace: bool
 ) -> None:
     started = time.perf_counter()
-    with refusals(ValueError, OSError), progress_bar(in_bytes=True) as bar:  # LogError is a ValueError
+    with refusals(ValueError, OSError), progress_bar(in_bytes=True) as bar:  # TableError is a ValueError
         towers = load_encoder(encoder)
         with _opened(source, towers.manifest.ids, topics) as posts:
             for note in posts.notes:
                 say(note)
-            if not encode and not posts.has_vectors:
+            if not by_towers and not posts.has_vectors:
                 raise CheckpointError(f"{source} holds no candidate_representations; `corpus build` encodes the ids.")
             manifest = make_corpus(
-                posts, towers, out, labels, encode=encode, replace=replace, progress=partial(bar, "Writing")
+                posts, towers, out, labels, by_towers=by_towers, replace=replace, progress=partial(bar, "Writing")
             )
     say(
         f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {manifest.posts} posts of width "

@@ -115,7 +115,7 @@ class ChangeLog:
     def read(self) -> Change:
         """All changes as one, which makes of the corpus as it was built what it is now."""
         self._file = _status_of(self._path)
-        change = _read(self._stored.path, self._stored.manifest)
+        change = read_changes(self._stored.path, self._stored.manifest)
         if not self.is_in(self._stored.path):
             raise NotStored(f"Corpus {self._stored.path} was replaced while it was read; read it again.")
         self.mark = change.mark
@@ -234,30 +234,6 @@ def load_changed(
 
 def read_changes(directory: Path, manifest: CorpusManifest) -> Change:
     """All changes as one, as `ChangeLog.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
-    return _read(directory, manifest)
-
-
-def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
-    """The mark after one more change. Its digest does not cover the vectors, which follow from the ids and the towers."""
-    posts: NewPosts | PostRows = change.upsert if isinstance(change, PostChange) else change.posts
-    post_ids, author_ids = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
-    ids = {"delete": change.delete_texts or change.delete, "post_ids": post_ids, "author_ids": author_ids}
-    content: dict[str, Any] = {
-        name: column.tolist() if isinstance(column, np.ndarray) else list(column) for name, column in ids.items()
-    }
-    content |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
-    if posts.codes.any():
-        content["codes"] = posts.codes.tolist()
-    digest = hashlib.blake2b(mark.digest.encode() + json.dumps(content).encode(), digest_size=16).hexdigest()
-    return Mark(mark.sequence + 1, digest, mark.position)
-
-
-def no_posts(width: int) -> NewPosts:
-    """Empty posts, for a change that only deletes."""
-    return NewPosts(NO_IDS, NO_IDS, np.empty(0, np.int64), [], np.empty((0, width), np.float32))
-
-
-def _read(directory: Path, manifest: CorpusManifest) -> Change:
     path = changes_file(directory, manifest)
     if not path.exists():
         return Change(NO_IDS, no_posts(manifest.width), manifest.first_mark)
@@ -280,6 +256,26 @@ def _read(directory: Path, manifest: CorpusManifest) -> Change:
             f"Corpus {directory}: {path.name}, which has its changes, is damaged or in a form that this version does not read. Restore "
             "the file from a copy; or remove it, to go on without these changes."
         ) from error
+
+
+def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
+    """The mark after one more change. Its digest does not cover the vectors, which follow from the ids and the towers."""
+    posts: NewPosts | PostRows = change.upsert if isinstance(change, PostChange) else change.posts
+    post_ids, author_ids = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
+    ids = {"delete": change.delete_texts or change.delete, "post_ids": post_ids, "author_ids": author_ids}
+    content: dict[str, Any] = {
+        name: column.tolist() if isinstance(column, np.ndarray) else list(column) for name, column in ids.items()
+    }
+    content |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
+    if posts.codes.any():
+        content["codes"] = posts.codes.tolist()
+    digest = hashlib.blake2b(mark.digest.encode() + json.dumps(content).encode(), digest_size=16).hexdigest()
+    return Mark(mark.sequence + 1, digest, mark.position)
+
+
+def no_posts(width: int) -> NewPosts:
+    """Empty posts, for a change that only deletes."""
+    return NewPosts(NO_IDS, NO_IDS, np.empty(0, np.int64), [], np.empty((0, width), np.float32))
 
 
 def _change_of(database: sqlite3.Connection, state: StateRow, manifest: CorpusManifest) -> Change:

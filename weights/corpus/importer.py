@@ -212,11 +212,11 @@ def make_corpus(
     out: Path,
     labels: CorpusLabels,
     *,
-    encode: bool,
+    by_towers: bool,
     replace: bool = False,
     progress: Progress | None = None,
 ) -> CorpusManifest:
-    """Stream a file of posts into a corpus directory, with its own vectors or, if `encode`, the candidate tower's.
+    """Stream a file of posts into a corpus directory, with its own vectors or, if `by_towers`, the candidate tower's.
 
     The file does not say which model made its vectors, so some rows are compared with the candidate tower's.
     Raises CheckpointError.
@@ -228,18 +228,18 @@ def make_corpus(
             f"{source.path} has ids that are {source.ids}, those of {encoder.manifest.name} are {expected_ids}: texts are read "
             "from Parquet or JSON lines."
         )
-    source.check_values(ids=encode)  # a published file may have padding, which it is imported with
+    source.check_values(ids=by_towers)  # a published file may have padding, which it is imported with
     source.check_codes(encoder.manifest.config)
-    if not encode:
+    if not by_towers:
         check_rows(source, encoder)
     width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype
 
     def pieces(tensor: str) -> Iterator[Tensor]:
         if tensor != VECTORS:
             return source.column(tensor)
-        return encoded(source, encoder) if encode else source.vectors(width)
+        return encoded(source, encoder) if by_towers else source.vectors(width)
 
-    half = encode and table is torch.bfloat16
+    half = by_towers and table is torch.bfloat16
     return write_corpus(
         out, labels, encoder, source.posts, source.columns, pieces, source.topic_names,
         dtype="bfloat16" if half else "float32", text_width=source.text_width, code_levels=source.code_levels, replace=replace,

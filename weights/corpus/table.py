@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.retrieval.corpus import packed
-from weights.corpus.importer import REPRESENTATIONS, Posts, in_bounds
+from weights.corpus.importer import PIECE_ROWS, REPRESENTATIONS, Posts, in_bounds
 from weights.corpus.manifest import CODES, TEXTS
 from weights.errors import CheckpointError
 from weights.table_files import open_table, place_of, tables_of
-from weights.tables import ID_TYPES, LogError, column_of, ids_of, rows_of_lists, texts_of
+from weights.tables import ID_TYPES, Place, TableError, column_of, ids_of, rows_of_lists, texts_of
 from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")
 FURTHER = {"created_at": pa.int64(), "topics": pa.string()}
-PIECE_ROWS = 65536
 
 
 class PostsTable(Posts):
     """A file, or a directory of files, with one row per post: `post_ids`, `author_ids`, and optionally `created_at`, `topics` and `codes`,
-    where null means unknown. Raises LogError for a column that cannot be read, CheckpointError if two texts have one hash."""
+    where null means unknown. Raises TableError for a column that cannot be read, CheckpointError if two texts have one hash."""
 
     def __init__(self, path: Path, ids: IdKind, topics: Path | None = None) -> None:
         super().__init__(path, ids, topics)
         self._source = open_table(path, dict.fromkeys(IDS, ID_TYPES[ids]) | FURTHER)
         names = self._source.schema.names
         if missing := set(IDS) - set(names):
-            raise LogError(f"{self._source.files[0]} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
+            raise TableError(f"{self._source.files[0]} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
         self.posts = self._source.count_rows()
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
         if CODES in names:
@@ -71,15 +69,8 @@ class PostsTable(Posts):
         for table, place in self._tables("topics"):
             yield column_of(table, "topics", pa.string(), place, "").astype(str)
 
-    def _tables(self, *names: str) -> Iterator[tuple[pa.Table, Callable[[int], str]]]:
-        """Pieces of these columns, each with what names one of its rows."""
-        start = 0
-        for table in tables_of(self._source, PIECE_ROWS, list(names)):
-            yield table, partial(self._place_after, start)
-            start += len(table)
-
-    def _place_after(self, start: int, row: int) -> str:
-        return self.place(start + row)
+    def _tables(self, *names: str) -> Iterator[tuple[pa.Table, Place]]:
+        return tables_of(self._source, PIECE_ROWS, list(names))
 
     def _listed(self, name: str) -> Iterator[list[str]]:
         for table, place in self._tables(name):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weights.actions import weight_vector
 from weights.format.manifest import Manifest
 
 TOP = (1, 3, 5, 10)
@@ -34,7 +35,7 @@ def agreement(left: Floats, right: Floats) -> Agreement:
 
 def score_weights(manifest: Manifest) -> NDArray[np.float32]:
     """The weight of each action's probability in a checkpoint's own score, `[A]`."""
-    return np.array([manifest.score_weights.get(name, 0.0) for name in manifest.action_names], np.float32)
+    return weight_vector(manifest.score_weights, manifest.action_names).astype(np.float32)
 
 
 def pearson(left: Floats, right: Floats) -> float:

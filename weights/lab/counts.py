@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from weights.lab.evaluate.metrics import auc
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
+from weights.values import DAY_SECONDS
 
 STRENGTH = 20.0  # impressions that the rate which a rate is drawn towards counts as
 COUNTS_FROM = 0.25  # the first quarter of the rows has hardly any counts
@@ -59,7 +60,7 @@ class Past:
 
 def popularity(log: Log, frozen: int, action: int) -> Floats:
     """The rate of the action before row `frozen` of each row's post, drawn towards its author's, float32 `[n]`."""
-    post, author, prior = rates(log, frozen, log.actions[:, action], known_rows(log, action))
+    post, author, prior = rates(log, frozen, log.actions[:, action], log.known_rows(action))
     return post.rate(author.rate(prior))
 
 
@@ -81,7 +82,7 @@ def _rows_to_fit_on(log: Log, frozen: int, action: int, seed: int) -> Ints:
     """At most MOST_ROWS of the rows before `frozen` that have counts and whose outcome is known, in order."""
     first = int(frozen * COUNTS_FROM)
     rows = np.sort(first + np.random.default_rng(seed).permutation(frozen - first)[:MOST_ROWS])
-    return rows[known_rows(log, action)[rows]]
+    return rows[log.known_rows(action)[rows]]
 
 
 def _logistic(features: NDArray[np.float64], happened: NDArray[np.bool_], others: NDArray[np.float64]) -> Floats:
@@ -102,13 +103,13 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     anything, or this action, with the author and with the post; the age; which surface.
     """
     log = examples.log
-    happened, is_known, did_any = log.actions[:, action], known_rows(log, action), np.asarray(log.actions.any(1))
+    happened, is_known, did_any = log.actions[:, action], log.known_rows(action), np.asarray(log.actions.any(1))
     engaged = did_any & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
     any_post, any_author, any_prior = rates(log, frozen, did_any, np.ones(len(log), bool))
     user, pair, again = of_users(log, happened, engaged)
     prior_of_events = float(happened[:frozen].sum() / max(engaged[:frozen].sum(), 1))
-    days = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0) / 86_400, np.nan)
+    days = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0) / DAY_SECONDS, np.nan)
     days = np.nan_to_num(days, nan=float(np.nanmedian(days)) if (log.created_at > 0).any() else 0.0)
     surfaces = np.unique(log.product_surface[:frozen])[1:]
     columns = [
@@ -118,11 +119,6 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
         days, np.log1p(24 * days), *(log.product_surface == surface for surface in surfaces),
     ]  # fmt: skip
     return np.stack(columns, 1).astype(np.float64)
-
-
-def known_rows(log: Log, action: int) -> NDArray[np.bool_]:
-    """The rows of which it is known whether the action was taken, bool `[n]`."""
-    return np.ones(len(log), bool) if log.unknown is None else ~log.unknown[:, action]
 
 
 def rates(log: Log, frozen: int, happened: NDArray[np.bool_], is_known: NDArray[np.bool_]) -> tuple[Past, Past, float]:
@@ -151,7 +147,7 @@ def rates_pass(log: Log, frozen: int, action: int) -> bool:
     Their AUC must be below LASTING_AUC by two standard deviations of the AUC of a random order (Mann and Whitney, 1947,
     https://doi.org/10.1214/aoms/1177730491).
     """
-    later = np.flatnonzero(known_rows(log, action)[frozen:]) + frozen
+    later = np.flatnonzero(log.known_rows(action)[frozen:]) + frozen
     happened = log.actions[later, action]
     positives, negatives = int(happened.sum()), int((~happened).sum())
     if not positives or not negatives:

@@ -19,7 +19,7 @@ from model.config import ConfigError, ContextAttention, HashSpec, ModelConfig, R
 from weights.actions import RELEASED_DWELL_INDEX, continuous_outputs, default_score_weights, released_action_names
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, is_table
-from weights.format.manifest import parse_json_object
+from weights.format.manifest import MANIFEST_NAME, parse_json_object
 from weights.format.tensorfile import PIECE_BYTES, is_finite
 from weights.format.writer import Labels
 from weights.git_lfs import pointer_problem
@@ -245,7 +245,7 @@ def _recognise(source: Path) -> None:
     """Raises CheckpointError with a hint if `source` is not the directory of one model."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory; name the ranker or retrieval directory of the download.")
-    if (source / "manifest.json").exists():
+    if (source / MANIFEST_NAME).exists():
         raise CheckpointError(f"{source} is a checkpoint of this project already; it needs no import.")
     missing = [name for name in (CONFIG_FILE, PARAMS_FILE, TABLES_FILE) if not (source / name).is_file()]
     if missing and (source / "ranker" / CONFIG_FILE).exists():

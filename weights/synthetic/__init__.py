@@ -1,1 +1,1 @@
-"""Random checkpoints of any architecture, for tests and measurements."""
+"""Random weights for any architecture, and a small checkpoint of them."""

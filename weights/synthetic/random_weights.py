@@ -10,10 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.config import HashSpec, ModelConfig, RetrievalConfig
-from model.ranker import Ranker
-from model.retrieval.towers import Towers
-from weights.format.layout import empty_model, expected_shapes, is_table
+from model.config import HashSpec, ModelConfig
+from weights.format.layout import expected_shapes, is_table
 
 _PIECE_ELEMENTS = 2**18
 _MODULUS = 2**61 - 1
@@ -68,25 +66,3 @@ def random_pieces(config: ModelConfig, seed: int) -> Callable[[str], Iterator[Te
                 yield values.mul_(0.5 if name.endswith("_table") or is_table(name) else shape[0] ** -0.5)
 
     return pieces
-
-
-def random_model(config: ModelConfig, seed: int) -> Ranker | Towers:
-    """A model in memory with the weights of `random_pieces`, without gradients."""
-    model = empty_model(config).to_empty(device="cpu").requires_grad_(False)
-    pieces = random_pieces(config, seed)
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(torch.cat(list(pieces(name))).view(tensor.shape))
-    return model
-
-
-def random_ranker(config: ModelConfig, seed: int) -> Ranker:
-    """`random_model` for a ranking architecture."""
-    model = random_model(config, seed)
-    assert isinstance(model, Ranker)
-    return model
-
-
-def retrieval_config(config: ModelConfig, *, linear_projection: bool = True) -> RetrievalConfig:
-    """Configuration of two towers with the sizes of a ranker."""
-    features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0, "context_attention": "causal"}
-    return RetrievalConfig.from_dict(config.to_dict() | features | {"linear_projection": linear_projection})

@@ -13,8 +13,10 @@ from weights.format.writer import Labels, write_checkpoint
 from weights.synthetic.random_weights import mini_config, random_pieces
 from weights.text_ids import IdKind
 
+IMPRESSION_TS = 1_780_000_000
 
-def example_request(seed: int, impression_ts: int = 1_780_000_000, ids: IdKind = "uint64") -> dict[str, object]:
+
+def example_request(seed: int, ids: IdKind = "uint64") -> dict[str, object]:
     """A request for `POST /rank`: a user with five events of five authors, and eight candidates of the same authors. Text ids
     are the same numbers as 24 hexadecimal digits."""
     rng = np.random.default_rng(seed)
@@ -33,11 +35,11 @@ def example_request(seed: int, impression_ts: int = 1_780_000_000, ids: IdKind =
     ]
     candidates = [
         post(authors[slot % len(authors)])
-        | {"product_surface": 0, "created_at": impression_ts - int(rng.integers(60, 2 * 86400))}
+        | {"product_surface": 0, "created_at": IMPRESSION_TS - int(rng.integers(60, 2 * 86400))}
         for slot in range(8)
     ]
     user = name(rng.integers(10**18, 2 * 10**18))
-    return {"user_id": user, "history": history, "candidates": candidates, "impression_ts": impression_ts}
+    return {"user_id": user, "history": history, "candidates": candidates, "impression_ts": IMPRESSION_TS}
 
 
 def write_small_checkpoint(path: Path, seed: int, *, ids: IdKind = "uint64", replace: bool = False) -> Manifest:

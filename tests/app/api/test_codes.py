@@ -21,12 +21,13 @@ from app.main import create_app
 from app.settings import Retrieval, Settings
 from loadtest.server import free_port, serving, wait_until
 from tests.support.asgi import ADDRESS
+from tests.support.random_models import retrieval_config
 from tests.support.redis import RedisServer
 from tests.weights.call import call
 from weights.actions import DWELL_TIME, STANDARD_ACTIONS, default_score_weights
 from weights.corpus.store import load_corpus
 from weights.format.writer import Labels, write_checkpoint
-from weights.synthetic.random_weights import mini_config, random_pieces, retrieval_config
+from weights.synthetic.random_weights import mini_config, random_pieces
 
 LEVELS, VALUES, POSTS = 3, 16, 40
 CODES = [5, 16, 1]

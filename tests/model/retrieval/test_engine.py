@@ -30,8 +30,8 @@ from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
 from tests.model.builders import random_config
+from tests.support.random_models import random_model, retrieval_config
 from weights.checkpoint import Encoder
-from weights.synthetic.random_weights import random_model, retrieval_config
 
 NAME = "retrieval-mlp-gqa"
 NONE = np.empty(0, np.uint64)

@@ -19,8 +19,8 @@ from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
 from tests.goldens import context as context_of
 from tests.model.builders import random_config, random_context
+from tests.support.random_models import random_model, retrieval_config
 from weights.checkpoint import Encoder
-from weights.synthetic.random_weights import random_model, retrieval_config
 
 
 class Golden(NamedTuple):

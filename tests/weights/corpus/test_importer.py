@@ -28,11 +28,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 
 
 def made(
-    source: Path, encoder: Encoder, out: Path, *, encode: bool = False, topics: Path | None = None
+    source: Path, encoder: Encoder, out: Path, *, by_towers: bool = False, topics: Path | None = None
 ) -> tuple[StoredCorpus, list[str]]:
     """Make a corpus, load it, and what was said meanwhile."""
     with PostsFile(source, topics) as posts:
-        make_corpus(posts, encoder, out, CorpusLabels("posts"), encode=encode)
+        make_corpus(posts, encoder, out, CorpusLabels("posts"), by_towers=by_towers)
         return load_corpus(out, encoder.manifest), posts.notes
 
 
@@ -66,7 +66,7 @@ def test_the_published_corpus_is_imported_as_it_is(encoder: Encoder, tmp_path: P
 
 
 def test_built_vectors_are_the_published_ones(encoder: Encoder, tmp_path: Path) -> None:
-    stored, _ = made(ids_of(tmp_path, created_at=np.arange(254)), encoder, tmp_path / "corpus", encode=True)
+    stored, _ = made(ids_of(tmp_path, created_at=np.arange(254)), encoder, tmp_path / "corpus", by_towers=True)
     arrays = goldens.arrays(PUBLISHED)
     published = arrays["candidate_representations"][arrays["post_ids"] != 0]
     np.testing.assert_allclose(stored.corpus.vectors, published, atol=1e-6, rtol=0)
@@ -79,7 +79,7 @@ def test_built_vectors_are_the_published_ones(encoder: Encoder, tmp_path: Path) 
 @pytest.mark.parametrize("tables", ["bfloat16", "float32"])
 def test_the_vectors_of_half_tables_are_stored_in_half(tables: TableDtype, tmp_path: Path) -> None:
     encoder = goldens.imported(GOLDEN / NAME / "retrieval", tmp_path / "towers", table_dtype=tables)
-    stored, _ = made(ids_of(tmp_path), encoder, tmp_path / "corpus", encode=True)
+    stored, _ = made(ids_of(tmp_path), encoder, tmp_path / "corpus", by_towers=True)
     assert stored.manifest.tensors["vectors"].dtype == tables
     assert stored.corpus.vectors.dtype == np.float32
     check_corpus(stored, encoder)
@@ -144,7 +144,7 @@ def test_an_invalid_time_or_post_is_refused_with_file_and_row(
     values = np.arange(1, 255) if column == "post_ids" else np.full(254, 1_780_000_000)
     values[5] = value
     with pytest.raises(CheckpointError, match=rf"ids\.npz, {sentence}"):
-        made(ids_of(tmp_path, **{column: values}), encoder, tmp_path / "corpus", encode=True)
+        made(ids_of(tmp_path, **{column: values}), encoder, tmp_path / "corpus", by_towers=True)
     assert not (tmp_path / "corpus").exists()
 
 

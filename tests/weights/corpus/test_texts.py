@@ -30,7 +30,7 @@ from weights.corpus.importer import check_texts
 from weights.corpus.store import load_corpus
 from weights.corpus.table import PostsTable
 from weights.errors import CheckpointError
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.text_ids import collision
 
 POSTS = [f"post:{number:024x}" for number in range(40)]
@@ -168,7 +168,7 @@ def read(posts: PostsTable) -> None:
 )
 def test_what_are_no_texts_is_refused(tmp_path: Path, encoder: Encoder, changes: dict[str, Any], sentence: str) -> None:
     pq.write_table(table(**changes), tmp_path / "posts.parquet")
-    with pytest.raises(LogError, match=sentence):
+    with pytest.raises(TableError, match=sentence):
         read(PostsTable(tmp_path / "posts.parquet", "text"))
 
 

@@ -30,10 +30,10 @@ from tests.weights.lab.training.small_run import small_config  # noqa: E402
 from weights.lab.joining.counts import JoinCounts, NothingJoins  # noqa: E402
 from weights.lab.joining.join import JoinSettings, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
-from weights.lab.training.facts import facts  # noqa: E402
 from weights.lab.training.log import Log, read_log  # noqa: E402
+from weights.lab.training.log_facts import facts  # noqa: E402
 from weights.served import read_part  # noqa: E402
-from weights.tables import LogError  # noqa: E402
+from weights.tables import TableError  # noqa: E402
 from weights.text_ids import text_id  # noqa: E402
 
 UNTIL = T0 + 10 * DAY
@@ -161,7 +161,9 @@ def test_an_absent_action_is_a_no_only_where_it_is_observed(served: Path) -> Non
             assert log.unknown[:, place].sum() == expected, (name, action)
         assert set(counts.observed) == set(ACTIONS) - unknown
     assert taken(log, "report") == [202], "an event is a yes also where its absence is no no"
-    with pytest.raises(LogError, match=r"--observed zap: the model has no such action; it has favorite, reply, report"):
+    with pytest.raises(
+        TableError, match=r"--observed zap: the model has no such action; it has favorite, reply, report"
+    ):
         joined(served, events, "x", observed=("zap",))
 
 
@@ -442,22 +444,22 @@ def test_two_models_join_if_their_actions_are_the_same(served: Path) -> None:
     for name, model in (("by version", "2"), ("by digest", "cdcd")):
         _, counts = joined(served, [event(50, 0, "favorite")], name, model=model)
         assert (counts.joined_rankings, counts.other_model_rankings) == (1, RANKINGS)
-    with pytest.raises(LogError, match="holds no rankings of model 3"):
+    with pytest.raises(TableError, match="holds no rankings of model 3"):
         joined(served, [event(50, 0, "favorite")], "none", model="3")
     rows = [ranking(60, action_names=("favorite", "reply", "block"), model_version="3", model_digest="ef" * 32)]
     write_part(served, "third", rows)
-    with pytest.raises(LogError, match=r"third\.parquet, row 1: the actions of demo 3 are not those .*--model"):
+    with pytest.raises(TableError, match=r"third\.parquet, row 1: the actions of demo 3 are not those .*--model"):
         joined(served, [event(1, 0, "favorite")], "mixed")
 
 
 def test_rankings_of_models_with_other_actions_can_be_left_out(served: Path) -> None:
     names = ("like", *ACTIONS[1:])
     write_part(served, "old", [structs.replace(ranking(50), action_names=names, model_version="0")])
-    with pytest.raises(LogError, match="choose one with --model"):
+    with pytest.raises(TableError, match="choose one with --model"):
         joined(served, [event(1, 0, "favorite")])
     _, counts = joined(served, [event(1, 0, "favorite")], actions=ACTIONS)
     assert (counts.joined_rankings, counts.other_model_rankings) == (RANKINGS, 1)
-    with pytest.raises(LogError, match="holds no rankings of a model with the actions of the one that serves"):
+    with pytest.raises(TableError, match="holds no rankings of a model with the actions of the one that serves"):
         joined(served, [event(1, 0, "favorite")], "none", actions=("zap",))
 
 

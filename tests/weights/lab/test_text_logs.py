@@ -18,7 +18,7 @@ from weights.actions import SCORE_WEIGHT_SETS
 from weights.checkpoint import load_manifest
 from weights.lab.training.log import COLUMNS, HASHES, ID_COLUMNS, IDS_KEY, Log, read_log, write_log
 from weights.lab.world.simulate import World
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.text_ids import text_id
 
 ROWS = 400
@@ -103,7 +103,7 @@ def test_two_texts_of_one_hash_are_refused(logs: Path, tmp_path: Path, is_cached
     pq.write_table(
         table.set_column(table.column_names.index("post_id"), "post_id", pa.array(posts)), tmp_path / "log.parquet"
     )
-    with pytest.raises(LogError, match=r"log\.parquet: '.*' and '.*' have one hash"):
+    with pytest.raises(TableError, match=r"log\.parquet: '.*' and '.*' have one hash"):
         read_log(tmp_path / "log.parquet", "text", cache=tmp_path / "cache" if is_cached else None)
 
 
@@ -179,7 +179,7 @@ def test_hashes_of_texts_are_not_read_as_integers(name: str, logs: Path, tmp_pat
 
 def test_hashes_are_not_read_as_integers_with_a_cache(logs: Path, tmp_path: Path) -> None:
     read_log(logs / "hashes.parquet", "text", cache=tmp_path / "cache")
-    with pytest.raises(LogError, match="give --ids text"):
+    with pytest.raises(TableError, match="give --ids text"):
         read_log(logs / "hashes.parquet", cache=tmp_path / "cache")
 
 

@@ -15,12 +15,13 @@ import torch
 from model.batch import collate
 from model.config import ModelConfig, RetrievalConfig
 from tests import goldens, retrieval_goldens
+from tests.support.random_models import random_model
 from tests.weights.published.layout import write_published
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.errors import CheckpointError
 from weights.format.writer import TableDtype, write_checkpoint
 from weights.published.importer import PublishedModel, labels_for
-from weights.synthetic.random_weights import mini_config, random_ranker
+from weights.synthetic.random_weights import mini_config
 
 
 def brought_in(source: Path, out: Path, tables: TableDtype = "float32", **options: Any) -> Checkpoint:
@@ -105,9 +106,9 @@ def check(config: ModelConfig, tmp_path: Path) -> None:
     for post in [*request["history"], *request["candidates"]]:
         post["product_surface"] %= config.product_surfaces
     batch = collate([goldens.features(request, config)], config)
-    for before, after in zip(random_ranker(config, 4)(batch), loaded.ranker(batch), strict=True):
+    for before, after in zip(random_model(config, 4)(batch), loaded.ranker(batch), strict=True):
         assert torch.equal(before, after)
-    assert random_ranker(config, 4)(batch)[0].abs().max() > 0.1
+    assert random_model(config, 4)(batch)[0].abs().max() > 0.1
 
 
 def test_bfloat16_tables_are_the_rounded_ones(january: Path, tmp_path: Path) -> None:

@@ -9,12 +9,23 @@ from typing import Annotated
 
 import typer
 
-from weights.actions import dwell_output
+from weights.actions import dwell_output, weight_vector
 from weights.checkpoint import load_checkpoint
 from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
 from weights.format.writer import refused_writing
-from weights.lab.commands.options import REFUSED, Cache, Kept, LogFile, kept_share, log_of, naming, since_of, time_of
+from weights.lab.commands.options import (
+    REFUSED,
+    Cache,
+    Kept,
+    LogFile,
+    kept_share,
+    log_for,
+    naming,
+    read_with_bar,
+    since_of,
+    time_of,
+)
 
 
 @app.command("calibrate")
@@ -39,13 +50,12 @@ def calibrate_(
         from weights.format.writer import replace_manifest
         from weights.lab.evaluate.calibration import calibrate
         from weights.lab.training.examples import Examples
-        from weights.lab.training.log import aligned
         from weights.lab.training.run import check_split
 
         share = kept_share(kept)
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
-        impressions = aligned(log_of(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
+        impressions = log_for(manifest, log, cache)
         start = since_of(since, manifest, impressions)
         if start > impressions.impression_ts[0]:
             check_split(impressions, start)
@@ -86,12 +96,11 @@ def off_policy_(
         import numpy as np
 
         from weights.lab.evaluate.off_policy import off_policy, rankings_of
-        from weights.lab.training.log import aligned
 
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
-        impressions = aligned(log_of(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
-        weights = np.array([manifest.score_weights.get(name, 0.0) for name in manifest.action_names])
+        impressions = log_for(manifest, log, cache)
+        weights = weight_vector(manifest.score_weights, manifest.action_names)
         since_ts = since_of(since, manifest, impressions)
         rankings = rankings_of(loaded.ranker, impressions, since_ts, weights, manifest.corrections)
         estimates = off_policy(rankings, temperature, places)
@@ -124,15 +133,12 @@ def eval_(
         from weights.lab.evaluate.evaluation import evaluate
         from weights.lab.evaluate.report import headline_table, write_evaluation
         from weights.lab.training.curve import PICTURE_NAME, draw_curve
-        from weights.lab.training.log import aligned
         from weights.lab.world.store import LOG_NAME, load_facts
 
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
         source = world_directory / LOG_NAME if world_directory else Path(str(log))
-        impressions = aligned(
-            log_of(source, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names
-        )
+        impressions = log_for(manifest, source, cache)
         facts = load_facts(world_directory, impressions.action_names) if world_directory else None
         test_ts = facts.test_ts if facts else since_of(since, manifest, impressions)
         with progress_bar() as bar:
@@ -176,7 +182,7 @@ def compare(
         if pair[0].manifest.ids != pair[1].manifest.ids:
             raise CheckpointError("The ids of one are integers and those of the other texts: no log has both.")
         surfaces = min(loaded.manifest.config.product_surfaces for loaded in pair)
-        impressions = log_of(log, pair[0].manifest.ids, surfaces, cache)
+        impressions = read_with_bar(log, pair[0].manifest.ids, surfaces, cache)
         logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
         with progress_bar() as bar:
             comparison = compared(pair, logs, time_of(since) if since else 0, requests, seed, bar)

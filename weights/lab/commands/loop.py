@@ -70,7 +70,7 @@ def refresh(
     with refusals(*REFUSED):
         from weights.lab.joining.join import JoinSettings
         from weights.lab.loop.gate import GateSettings
-        from weights.lab.loop.turn import Places, TurnSettings
+        from weights.lab.loop.turn import Paths, TurnSettings
         from weights.lab.loop.turn import back as go_back
         from weights.lab.loop.turn import refresh as take_turn
 
@@ -78,9 +78,9 @@ def refresh(
             raise CheckpointError("Give --served and --events, or --back.")
         if not 0 < held_out < 1:
             raise CheckpointError(f"--held-out must be a share above 0 and below 1, got {held_out:g}.")
-        places = Places(served or Path(), events or "", checkpoint, out)
+        paths = Paths(served or Path(), events or "", checkpoint, out)
         if back:
-            result = go_back(places, keep)
+            result = go_back(paths, keep)
         else:
             join = JoinSettings(
                 window_seconds=seconds_of(window),
@@ -92,7 +92,7 @@ def refresh(
                 join, with_settings(GateSettings(), bound), nights, held_out, keep, seed, assigned_values(set_)
             )
             with progress_bar() as bar:
-                result = take_turn(places, settings, say, bar)
+                result = take_turn(paths, settings, say, bar)
     say(f"{result.sentence}.")
     if result.report:
         say(f"{result.report / 'report.md'} says why.")

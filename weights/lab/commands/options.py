@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from model.bounds import LARGEST
 from model.config import ModelConfig
-from weights.commands.console import Update, progress_bar, writable
+from weights.commands.console import progress_bar, writable
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
+from weights.progress import Update
 from weights.text_ids import IdKind
 from weights.values import time_problem
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
+REFUSED = (ValueError, OSError)  # TableError, StateError and ConfigError are ValueErrors
 TABLES = ("user_rows", "post_rows", "author_rows")
 YEARS = range(1970, 2100)
 PLAIN = {"int": int, "float": float, "bool": bool}
@@ -70,25 +72,34 @@ Until = Annotated[
 ]
 
 
-def log_of(log: Path, ids: IdKind, surfaces: int, cache: Path | None = None) -> Log:
-    """Read a log, showing how far that is. Raises LogError."""
+def read_with_bar(
+    log: Path, ids: IdKind, surfaces: int = LARGEST["product_surfaces"], cache: Path | None = None
+) -> Log:
+    """Read a log, showing how far that is. Raises TableError, as `read_log`."""
     from weights.lab.training.log import read_log
 
     with progress_bar() as bar:
         return read_log(log, ids, surfaces, cache, bar)
 
 
+def log_for(manifest: Manifest, log: Path, cache: Path | None) -> Log:
+    """Read a log for a checkpoint, its actions in the checkpoint's order, showing how far that is. Raises TableError."""
+    from weights.lab.training.log import aligned
+
+    return aligned(read_with_bar(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
+
+
 @contextmanager
 def naming(log: Path | str | None) -> Iterator[None]:
-    """Put the name of the log that a command reads in front of a LogError that does not hold it."""
-    from weights.tables import LogError
+    """Put the name of the log that a command reads in front of a TableError that does not hold it."""
+    from weights.tables import TableError
 
     try:
         yield
-    except LogError as error:
+    except TableError as error:
         if log is None or str(log) in str(error):
             raise
-        raise LogError(f"{log}: {error}") from error
+        raise TableError(f"{log}: {error}") from error
 
 
 def time_of(text: str) -> int:

@@ -32,7 +32,7 @@ def score(
 ) -> None:
     """Score every impression of a log as /rank would have, with the user's history at that time."""
     started = time.perf_counter()
-    with refusals(ValueError, OSError, RuntimeError), naming(log):  # LogError and RunError; EngineError
+    with refusals(ValueError, OSError, RuntimeError), naming(log):  # TableError and RunError; EngineError
         from model.create import EngineOptions
         from weights.lab.scoring.run import score_log
         from weights.lab.scoring.scorer import Scorer

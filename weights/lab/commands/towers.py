@@ -32,7 +32,9 @@ from weights.lab.commands.options import (
     LogFile,
     Until,
     WorldSet,
+    log_for,
     naming,
+    read_with_bar,
     since_of,
     time_of,
     with_settings,
@@ -71,7 +73,6 @@ def train_towers(
 
         from weights.actions import score_weights_of
         from weights.lab.training.choices import plan as plan_of
-        from weights.lab.training.log import read_log
         from weights.lab.training.settings import demo_config
         from weights.lab.training.towers import TowerSettings, tower_settings, towers_config
         from weights.lab.training.towers import train_towers as run
@@ -80,8 +81,7 @@ def train_towers(
             check_target(out, replace=replace_existing)
         with_settings(TowerSettings(seed=seed), set_)
         hold_out = until != "all"
-        with progress_bar() as bar:
-            impressions = read_log(log, ids, demo_config(1).product_surfaces, cache, bar)
+        impressions = read_with_bar(log, ids, demo_config(1).product_surfaces, cache)
         plan = plan_of(impressions, seed, time_of(until) if until and hold_out else None, hold_out)
         if score_weights:
             weights = score_weights_of(score_weights, impressions.action_names)
@@ -139,22 +139,21 @@ def posts(
 ) -> None:
     """Write the posts of a log as `corpus build` takes them: ids, authors and times, one row for each post."""
     with refusals(*REFUSED), naming(log):
-        from weights.lab.training.log import HashesError, read_log
+        from weights.lab.training.log import HashesError
         from weights.lab.training.posts import write_posts
-        from weights.tables import LogError
+        from weights.tables import TableError
 
         need = "the log holds the hashes of texts, as `join` writes them: a corpus needs the texts themselves"
         try:
-            with progress_bar() as bar:
-                impressions = read_log(log, ids, cache=cache, progress=bar)
+            impressions = read_with_bar(log, ids, cache=cache)
         except HashesError as error:
-            raise LogError(need) from error
+            raise TableError(need) from error
         if ids == "text" and impressions.texts is None:
-            raise LogError(need)
+            raise TableError(need)
         if since:
             is_newer = impressions.impression_ts >= time_of(since)
             if not is_newer.any():
-                raise LogError(f"the log shows no posts from {since} on; it covers {impressions.span}")
+                raise TableError(f"the log shows no posts from {since} on; it covers {impressions.span}")
             impressions = impressions.take(is_newer)
         count = write_posts(out, impressions)
     say(f"{out} holds {count:,} posts")
@@ -185,17 +184,14 @@ def eval_retrieval(
         if log is None:
             _eval_in_world(encoder, Path(str(ranker)), seed, set_)
             return
-        from weights.actions import score_weights_of
+        from weights.actions import score_weights_of, weight_vector
         from weights.lab.evaluate.recall import evaluate_recall
         from weights.lab.training.choices import propose_score_weights
         from weights.lab.training.examples import Examples
-        from weights.lab.training.log import aligned, read_log
         from weights.lab.training.run import check_split
 
         manifest = encoder.manifest
-        with progress_bar() as bar:
-            impressions = read_log(log, manifest.ids, manifest.config.product_surfaces, cache, bar)
-        impressions = aligned(impressions, manifest.action_names)
+        impressions = log_for(manifest, log, cache)
         until = since_of(since, manifest, impressions)
         check_split(impressions, until)
         weights = (
@@ -203,7 +199,7 @@ def eval_retrieval(
             if score_weights
             else propose_score_weights(impressions.before(until))[0]
         )
-        worth = impressions.actions @ np.array([weights.get(name, 0.0) for name in impressions.action_names])
+        worth = impressions.actions @ weight_vector(weights, impressions.action_names)
         examples = Examples(impressions, manifest.config)
         with progress_bar() as bar:
             recalls = evaluate_recall(

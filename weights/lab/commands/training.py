@@ -15,7 +15,7 @@ import typer
 from model.config import ModelConfig
 from model.presets import Preset, with_preset
 from weights.actions import continuous_outputs, dwell_output, score_weights_of
-from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.checkpoint import check_ranks, load_checkpoint, load_manifest, save_checkpoint
 from weights.commands.console import (
     Ids,
     Out,
@@ -43,9 +43,10 @@ from weights.lab.commands.options import (
     WorldSet,
     assigned_values,
     kept_share,
-    log_of,
+    log_for,
     names_of,
     naming,
+    read_with_bar,
     time_of,
     training_report,
     with_settings,
@@ -93,7 +94,7 @@ def log_(
     """Look at a log and print what `train` would decide from it, and why. Trains nothing."""
     with refusals(*REFUSED), naming(log):
         chosen = _plan_arguments(until, set_)
-        impressions = log_of(log, ids, _base(chosen[2]).product_surfaces, cache)
+        impressions = read_with_bar(log, ids, _base(chosen[2]).product_surfaces, cache)
         plan = _plan(impressions, 1, chosen)
         _say_plan(plan, impressions, plan.config)
 
@@ -188,7 +189,7 @@ def train(
 
         begun = _begun(start, ids) if start else None
         base = begun.manifest.config if begun else _architecture(_base(chosen[2]), changed, preset)
-        impressions = log_of(log, ids, base.product_surfaces, cache)
+        impressions = read_with_bar(log, ids, base.product_surfaces, cache)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
         start_until_ts = begun.manifest.trained_until_ts if begun else None
         plan = _plan(impressions, seed, chosen, start_until_ts)
@@ -261,7 +262,7 @@ def _base(values: Mapping[str, Any]) -> ModelConfig:
 
 def _say_plan(plan: Plan, log: Log, config: ModelConfig) -> None:
     """Print the log in a line, what it holds in counts, then what is decided from it."""
-    from weights.lab.training.facts import facts
+    from weights.lab.training.log_facts import facts
 
     summary, *decided = plan.lines()
     for line in (summary, *facts(log, config.history_length), *decided):
@@ -352,11 +353,11 @@ def example(
 ) -> None:
     """Write the example request and the names that the page of a running server shows, from the log. Then reload the page."""
     with refusals(*REFUSED), naming(log):
-        from weights.lab.training.example import EXAMPLE_NAME, NAMES_NAME, write_example
-        from weights.lab.training.log import aligned
+        from weights.lab.training.page_example import EXAMPLE_NAME, NAMES_NAME, write_example
 
-        manifest = load_checkpoint(checkpoint).manifest
-        impressions = aligned(log_of(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
+        manifest = load_manifest(checkpoint)
+        check_ranks(checkpoint, manifest)
+        impressions = log_for(manifest, log, cache)
         request = write_example(checkpoint, manifest, impressions, read_json(names, dict) if names else {}, user)
     say(f"{checkpoint} holds {EXAMPLE_NAME}, request {request} of the log, and {NAMES_NAME}")
 

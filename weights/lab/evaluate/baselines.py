@@ -12,7 +12,6 @@ from weights.lab.counts import (
     Floats,
     Ints,
     count_probabilities,
-    known_rows,
     of_users,
     popularity,
     rates,
@@ -98,7 +97,7 @@ def _learned(
     likeness = [FEATURES.index(name) for name in FEATURES if "likeness" in name or name == "post rate"]
     for done, action in enumerate(actions):
         before, features = (history_features(examples, frozen, action, of_posts) for of_posts in vectors)
-        rows_known = rows[known_rows(examples.log, action)[rows]]
+        rows_known = rows[examples.log.known_rows(action)[rows]]
         happened = examples.log.actions[rows_known, action]
         if happened.all() or not happened.any():
             probabilities[FACTORS][action] = probabilities[BOOSTED][action] = features[
@@ -118,11 +117,6 @@ def _learned(
     return probabilities
 
 
-def _request_of_rows(log: Log) -> Ints:
-    """The number of the request of each row of the log, from 0, int64 `[n]`."""
-    return np.cumsum(np.append(False, log.request_id[1:] != log.request_id[:-1]))
-
-
 def _second(probabilities: NDArray[np.float64]) -> Floats:
     return np.asarray(probabilities[:, 1], np.float32)
 
@@ -135,8 +129,8 @@ def history_features(
     Posts and authors are counted over all impressions, up to row `frozen`; users over what they engaged with, as the ranker's histories
     have it, to the end. `vectors`: as `post_vectors` gives them.
     """
-    log, request = examples.log, _request_of_rows(examples.log)
-    happened, is_known = log.actions[:, action], known_rows(log, action)
+    log, request = examples.log, examples.request_of_rows
+    happened, is_known = log.actions[:, action], log.known_rows(action)
     engaged = log.actions.any(1) & (log.user_id != 0) & is_known
     post, author, prior = rates(log, frozen, happened, is_known)
     user, pair, again = of_users(log, happened, engaged)

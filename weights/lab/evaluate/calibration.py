@@ -15,7 +15,7 @@ from model.ranker import Ranker
 from weights.format.manifest import MAX_OFFSET, ActionCalibration
 from weights.lab.evaluate.predict import predict, rows_of
 from weights.lab.training.examples import Examples
-from weights.tables import LogError
+from weights.tables import TableError
 
 ENOUGH = 100
 """Impressions with the action, and without, from which a slope is fitted. With fewer there is only the offset that the sampling implies."""
@@ -43,9 +43,9 @@ def calibrate(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Fit]:
     """Fit each action, by name, on these requests. `kept_share`: the share, above 0 and at most 1, of the impressions without any action
-    that are in the log. Raises LogError if there are no requests."""
+    that are in the log. Raises TableError if there are no requests."""
     if not len(requests):
-        raise LogError("there are no requests to calibrate on")
+        raise TableError("there are no requests to calibrate on")
     probabilities = predict(ranker, examples, requests, progress=progress).probabilities.astype(np.float64)
     logits = _logits(probabilities)
     shown = examples.log.take(rows_of(examples, requests))

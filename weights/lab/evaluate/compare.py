@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import urlsafe_b64encode
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from weights.lab.evaluate import metrics
 from weights.lab.evaluate.evaluation import known_worth
 from weights.lab.evaluate.predict import predict, rows_of
 from weights.lab.report import plain, rendered, write_report
-from weights.lab.training.example import request_body
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
-from weights.tables import LogError
+from weights.lab.training.page_example import request_body
+from weights.progress import Update
+from weights.tables import TableError
 
 CHANGED = 10
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +74,11 @@ def compare(
     since: int,
     most: int,
     seed: int = 1,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> Comparison:
     """Compare on at most `most` requests from `since` on, drawn by `seed`. `logs`: one log with each checkpoint's actions in its order.
 
-    Each score uses its own checkpoint's weights. Raises LogError if there are no requests, or none with two posts.
+    Each score uses its own checkpoint's weights. Raises TableError if there are no requests, or none with two posts.
     """
     from scipy.stats import spearmanr  # a second to import
 
@@ -87,7 +86,7 @@ def compare(
     requests = np.flatnonzero(first.times >= since)
     requests = np.sort(np.random.default_rng(seed).permutation(requests)[:most])
     if not len(requests):
-        raise LogError(f"the log has no requests from {since} on; it covers {logs[0].span}")
+        raise TableError(f"the log has no requests from {since} on; it covers {logs[0].span}")
     probabilities = [
         predict(
             checkpoint.ranker,
@@ -107,7 +106,7 @@ def compare(
     lists = list(zip(np.split(scores[0], cuts), np.split(scores[1], cuts), strict=True))
     several = [place for place, length in enumerate(lengths) if length > 1]
     if not several:
-        raise LogError("no request shows two posts, so there is nothing to rank")
+        raise TableError("no request shows two posts, so there is nothing to rank")
     has_ids = pair[0].manifest.ids != "text" or logs[0].texts is not None
     alike = {place: agreement(*lists[place]) for place in several}
     changed = sorted(several, key=lambda place: (alike[place].kendall, place))[:CHANGED]

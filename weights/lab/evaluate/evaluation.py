@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from model.config import MAX_DWELL_SECONDS
 from model.ranker import Ranker
 from model.ranking import Calibration
+from weights.actions import weight_vector
 from weights.lab.evaluate import metrics
 from weights.lab.evaluate.baselines import BASELINES, SIMPLE, baselines
 from weights.lab.evaluate.metrics import CHANCE, Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
@@ -21,6 +22,7 @@ from weights.lab.training.log import IN_MEMORY_ROWS, Log
 from weights.lab.training.run import check_split, split
 from weights.lab.training.settings import TrainSettings
 from weights.lab.world.store import Facts
+from weights.progress import Update
 
 FREQUENT_SHARE = 0.01
 MOST_HEADLINES = 5
@@ -32,11 +34,10 @@ MODEL, TRUE_AFFINITY, OPTIMUM = "model", "true affinity", "optimum"
 K = 10
 METRICS = ("AUC", "AUC within users", "AUC within requests", f"NDCG@{K} of requests", f"NDCG@{K} of users")
 Floats = NDArray[np.float32]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BaselineComparison:
     """The model against a baseline on one metric of one action: the model's lead, with its interval."""
 
     action: str
@@ -112,7 +113,7 @@ class Evaluation:
     shares: dict[str, float]
     positives: dict[str, int]
     figures: dict[str, dict[str, dict[str, Figure]]]
-    comparisons: list[Comparison]
+    comparisons: list[BaselineComparison]
     pooled: dict[str, dict[str, float]]
     quality: dict[str, Quality]
     score: dict[str, Figure]
@@ -148,7 +149,7 @@ class Evaluation:
         return metrics.mean(self.quality[name].calibration_error for name in self.frequent)
 
     @property
-    def losses(self) -> list[Comparison]:
+    def losses(self) -> list[BaselineComparison]:
         """Where a baseline is surely better than the model."""
         return [comparison for comparison in self.comparisons if comparison.is_loss]
 
@@ -237,16 +238,11 @@ class Judge:
         return cls(log, user, request, user[first], draws_of(int(user.max()) + 1))
 
     def measured(
-        self, happened: NDArray[np.bool_], score: metrics.Array, is_known: NDArray[np.bool_] | slice = slice(None)
+        self, happened: NDArray[np.bool_], score: metrics.Array, is_known: NDArray[np.bool_] | None = None
     ) -> dict[str, Sampled]:
-        """Each metric that these rows can have, by its name in METRICS. `is_known`: the rows of which it is known what happened."""
-        requests = len(self.user_of_request)
-        happened, score, user, request = (
-            happened[is_known],
-            score[is_known],
-            self.user[is_known],
-            self.request[is_known],
-        )
+        """Each metric that these rows can have, by its name in METRICS. `is_known`: of which rows it is known what happened; None: all."""
+        requests, rows = len(self.user_of_request), slice(None) if is_known is None else is_known
+        happened, score, user, request = happened[rows], score[rows], self.user[rows], self.request[rows]
         within = auc_within(user, happened, score), auc_within(request, happened, score)
         lists = ndcg(request, score, happened, K), ndcg(user, score, happened, K)
         users = np.arange(self.draws.shape[1])
@@ -286,12 +282,12 @@ def evaluate(
     corrections: Calibration | None = None,
     ablation_requests: int = 2000,
     seed: int = 1,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> Evaluation:
     """Compare on all requests from `test_ts` on. Baselines know the log before it. `facts` adds the world's optimum;
     `dwell_output` is the continuous output that predicts the dwell, None if there is none; `corrections` is the checkpoint's calibration.
 
-    Raises LogError if one side of the split is empty.
+    Raises TableError if one side of the split is empty.
     """
     check_split(log, test_ts)
     examples = Examples(log, ranker.config)
@@ -307,7 +303,7 @@ def evaluate(
         sources[OPTIMUM] = dict(enumerate(facts.truth.probabilities.T))
     judge, names = Judge.of(test), log.action_names
     figures, comparisons = _compared(judge, sources, headline, partial(progress, "intervals"))
-    weights = np.array([score_weights.get(name, 0.0) for name in names], np.float32)
+    weights = weight_vector(score_weights, names).astype(np.float32)
     sample = np.sort(np.random.default_rng(seed).permutation(requests)[:ablation_requests])
     return Evaluation(
         actions=names,
@@ -351,7 +347,7 @@ class OwnValidation:
     requests: int
     positives: dict[str, int]
     figures: dict[str, dict[str, Figure]]
-    comparisons: list[Comparison]
+    comparisons: list[BaselineComparison]
 
     def is_behind(self, baseline: str) -> bool:
         """Whether the ranker is behind a baseline on some metric of some action, surely or not."""
@@ -420,7 +416,7 @@ def on_own_validation(
 def headline_actions(test: Log, score_weights: Mapping[str, float]) -> list[int]:
     """The actions, by place, that the score is mostly for: those of positive weight with both outcomes, frequent if there are such."""
     shares = test.shares
-    worth = np.array([score_weights.get(name, 0.0) for name in test.action_names])
+    worth = weight_vector(score_weights, test.action_names)
     worth = worth if (worth > 0).any() else np.ones(len(worth))
     eligible = [i for i in np.argsort(-worth * shares, kind="stable").tolist() if worth[i] > 0 and 0 < shares[i] < 1]
     return ([i for i in eligible if shares[i] >= FREQUENT_SHARE] or eligible)[:MOST_HEADLINES]
@@ -431,7 +427,7 @@ def _compared(
     sources: Mapping[str, Mapping[int, Floats]],
     headline: list[int],
     progress: Callable[[int, int], None],
-) -> tuple[dict[str, dict[str, dict[str, Figure]]], list[Comparison]]:
+) -> tuple[dict[str, dict[str, dict[str, Figure]]], list[BaselineComparison]]:
     figures: dict[str, dict[str, dict[str, Figure]]] = {}
     comparisons = []
     for done, action in enumerate(headline):
@@ -446,7 +442,7 @@ def _compared(
             for source, kinds in measured.items()
         }
         comparisons += [
-            Comparison(name, metric, baseline, (ours - measured[baseline][metric]).figure())
+            BaselineComparison(name, metric, baseline, (ours - measured[baseline][metric]).figure())
             for baseline in BASELINES
             if baseline in measured
             for metric, ours in measured[MODEL].items()
@@ -464,14 +460,14 @@ def _histories(examples: Examples, requests: NDArray[np.int64]) -> tuple[float, 
     return float(examples.history_lengths[served].mean()), float(of_rows.mean())
 
 
-def known_worth(log: Log, weights: NDArray[np.floating]) -> NDArray[np.bool_] | slice:
-    """The rows of which every action that the score is for is known. An action that is known of no row is left out."""
+def known_worth(log: Log, weights: NDArray[np.floating]) -> NDArray[np.bool_]:
+    """The rows of which every action that the score is for is known, bool `[n]`. An action that is known of no row is left out."""
     if log.unknown is None:
-        return slice(None)
+        return np.ones(len(log), bool)
     return np.asarray(~log.unknown[:, (weights != 0) & log.known_actions].any(1))
 
 
-def _score(judge: Judge, score: Floats, worth: Floats, is_known: NDArray[np.bool_] | slice) -> dict[str, Figure]:
+def _score(judge: Judge, score: Floats, worth: Floats, is_known: NDArray[np.bool_]) -> dict[str, Figure]:
     """NDCG of the served score by what the actions are worth; empty if there is never anything to order."""
     score, worth = score[is_known], worth[is_known]
     lists = ndcg(judge.request[is_known], score, worth, K), ndcg(judge.user[is_known], score, worth, K)
@@ -500,7 +496,7 @@ def _ablations(
     examples: Examples,
     sample: NDArray[np.int64],
     headline: list[int],
-    progress: Progress,
+    progress: Update,
     corrections: Calibration | None,
 ) -> dict[str, tuple[float, float]]:
     rows = examples.log.take(rows_of(examples, sample))
@@ -524,7 +520,7 @@ def _groups(
     for kind in ("user", "post", "author"):
         is_old = np.isin(getattr(test, f"{kind}_id"), getattr(train, f"{kind}_id"))
         for name, rows in ((f"known {kind}s", is_old), (f"new {kind}s", ~is_old)):
-            judged_rows = {i: rows if test.unknown is None else rows & ~test.unknown[:, i] for i in headline}
+            judged_rows = {i: rows & test.known_rows(i) for i in headline}
             aucs = {
                 source: metrics.mean(
                     metrics.auc(test.actions[judged_rows[i], i], probabilities[i][judged_rows[i]]) for i in headline

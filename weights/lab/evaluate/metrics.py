@@ -177,15 +177,15 @@ def normalised_entropy(happened: Flags, probability: Array) -> float:
     return log_loss(happened, probability) / log_loss(happened, np.full(len(happened), happened.mean()))
 
 
-def reliability(happened: Flags, probability: Array, bins: int = BINS) -> tuple[Array, Array]:
+def reliability(happened: Flags, probability: Array) -> tuple[Array, Array]:
     """Observed share and mean prediction in bins of about equal count by predicted probability."""
     from sklearn.calibration import calibration_curve
 
-    observed, predicted = calibration_curve(happened, np.clip(probability, 0, 1), n_bins=bins, strategy="quantile")
+    observed, predicted = calibration_curve(happened, np.clip(probability, 0, 1), n_bins=BINS, strategy="quantile")
     return observed, predicted
 
 
-def calibration_error(happened: Flags, probability: Array, bins: int = BINS) -> float:
+def calibration_error(happened: Flags, probability: Array) -> float:
     """Expected calibration error: the mean distance of prediction and observation over the bins of `reliability`."""
-    observed, predicted = reliability(happened, probability, bins)
+    observed, predicted = reliability(happened, probability)
     return float(np.abs(observed - predicted).mean())

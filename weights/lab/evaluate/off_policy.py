@@ -26,10 +26,10 @@ from weights.lab.evaluate.metrics import Figure
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
-from weights.tables import LogError
+from weights.tables import TableError
 
 Floats = NDArray[np.float64]
-RESAMPLES = 300
+RESAMPLES, SEED = 300, 1
 WHOLE = 0.999  # propensity of the last place of a whole ranking, but for rounding
 INTERVAL = (2.5, 97.5)  # percent
 NO_PROPENSITIES = "the log has no propensities: it was served without exploration, so it cannot say what another order would have earned"
@@ -64,31 +64,29 @@ def rankings_of(
 
     `weights` of the actions, float64 `[A]`: rewards are the sums of the weights of what was done, and unknown where one of these actions
     is. An action that is known of no row counts in no reward (`Log.known_actions`). `corrections`: the checkpoint's calibration.
-    Raises LogError for a log without the columns position and propensity, and for one that knows no action with a weight.
+    Raises TableError for a log without the columns position and propensity, and for one that knows no action with a weight.
     """
     if log.position is None or log.propensity is None:
-        raise LogError(NO_PROPENSITIES)
+        raise TableError(NO_PROPENSITIES)
     examples = Examples(log, ranker.config)
     requests = np.arange(int(np.searchsorted(examples.times, since_ts)), len(examples))
     if not len(requests):
-        raise LogError(f"no ranking of the log is from {since_ts} or later")
+        raise TableError(f"no ranking of the log is from {since_ts} or later")
     shown = log.take(slice(int(examples.starts[requests[0]]), len(log)))
     counted = weights * shown.known_actions
     if weights.any() and not counted.any():
         names = " or ".join(np.array(log.action_names)[weights != 0])
-        raise LogError(
+        raise TableError(
             f"the log knows of no impression from {since_ts} on whether {names} was taken, so there is no reward to estimate: give a log "
             "that tells, or a checkpoint whose score is for actions that this log knows"
         )
-    is_known = np.zeros(len(shown), bool)
-    is_known[known_worth(shown, weights)] = True
     probabilities = predict(ranker, examples, requests, corrections=corrections).probabilities.astype(np.float64)
     return Rankings(
         request=np.unique(shown.request_id, return_inverse=True)[1],
         user=shown.people,
         position=np.asarray(shown.position),
         propensity=np.asarray(shown.propensity, np.float64),
-        reward=np.where(is_known, shown.actions @ counted, np.nan),
+        reward=np.where(known_worth(shown, weights), shown.actions @ counted, np.nan),
         score=probabilities @ weights,
         predicted=probabilities @ counted,
     )
@@ -124,22 +122,22 @@ class Estimates:
         ]
 
 
-def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: int = 1) -> Estimates:
+def off_policy(rankings: Rankings, temperature: float, places: int = 1) -> Estimates:
     """Estimate the reward of another ranker that explores with this temperature, in units of its scores.
 
     Rankings that were served without exploration are left out. So are those with a post whose reward is unknown, whatever its place: if
-    only the first places counted, the order would decide which rankings stay, and the weights would not be theirs. Raises LogError where
+    only the first places counted, the order would decide which rankings stay, and the weights would not be theirs. Raises TableError where
     no ranking stays, and for rankings of which the log lacks posts or places: those whose `position` is not 1 … n, or whose last post was
     not sure of its place.
     """
     explored = np.isin(rankings.request, rankings.request[rankings.propensity > 0])
     if not explored.any():
-        raise LogError(NO_PROPENSITIES)
+        raise TableError(NO_PROPENSITIES)
     left_out = len(np.unique(rankings.request[~explored]))
     rankings = rankings.take(explored)
     is_unknown = np.isin(rankings.request, rankings.request[np.isnan(rankings.reward)])
     if is_unknown.all():
-        raise LogError(
+        raise TableError(
             "each ranking has a post of which the log does not know an action that the score is for, so no reward can be estimated: give "
             "a log that knows, with false where the action was not taken"
         )
@@ -148,7 +146,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
     last = table.propensity[np.arange(len(table.reward)), table.is_there.sum(1) - 1]
     is_partial = ~table.has_all_places | (last < WHOLE)  # whatever is left gets the last place for sure
     if is_partial.any():
-        raise LogError(
+        raise TableError(
             f"{int(is_partial.sum())} of {len(last)} rankings lack posts that were ranked, or their places, so the probabilities of other "
             "orders are not known: serve the log without top_k, and join it without shown events"
         )
@@ -161,7 +159,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
     one = np.ones((count, 1))
 
     def figure(numerators: Floats, denominators: Floats) -> Figure:
-        return _ratio(table.user, numerators, denominators, seed)
+        return _ratio(table.user, numerators, denominators)
 
     final = weights[:, -1]
     return Estimates(
@@ -177,7 +175,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1, seed: in
     )
 
 
-def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats, seed: int) -> Figure:
+def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats) -> Figure:
     """Σ_j of ratios of sums over rankings, float64 `[R, J]`, and its interval.
 
     The interval is that of a studentised bootstrap over users: weights are skewed, and plain percentiles would miss the truth too often
@@ -198,7 +196,7 @@ def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats, se
         return ratios.sum(1), np.sqrt((drawn * np.square(rest)).sum(1))
 
     value, error = (float(numbers[0]) for numbers in estimate(np.ones((1, users))))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     parts = [
         estimate(rng.multinomial(users, np.full(users, 1 / users), 50).astype(np.float64))
         for _ in range(RESAMPLES // 50)

@@ -20,6 +20,7 @@ Ablation = Literal["none", "no history", "shuffled history", "shuffled order", "
 ABLATIONS: tuple[Ablation, ...] = ("none", "no history", "shuffled history", "shuffled order", "no user")
 Floats = NDArray[np.float32]
 BATCH_REQUESTS = 50
+SEED = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,14 +37,13 @@ def predict(
     examples: Examples,
     requests: NDArray[np.int64],
     ablation: Ablation = "none",
-    seed: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     corrections: Calibration | None = None,
 ) -> Prediction:
     """Predictions for the rows of the given requests, in their order. An ablation removes something from every context. `corrections`: the
     checkpoint's calibration; without it the probabilities are the model's own."""
-    change = _ablation(ablation, examples, requests, np.random.default_rng(seed))
+    change = _ablation(ablation, examples, requests, np.random.default_rng(SEED))
     order = np.argsort(examples.sizes[requests], kind="stable")  # requests of like size are padded least
     predictions: list[Prediction] = []
     for start in range(0, len(order), BATCH_REQUESTS):

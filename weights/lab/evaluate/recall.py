@@ -21,9 +21,10 @@ from weights.lab.evaluate.metrics import Figure, Means, Sampled, draws_of
 from weights.lab.report import plain
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
-from weights.tables import LogError
+from weights.tables import TableError
 
 DEPTHS = (10, 100, 500)
+SEED = 1
 TOWERS, POPULARITY, FACTORS = "towers", "popularity", "factorisation, history folded in"
 DIMENSIONS = 16  # of the factorisation: the best of 8 to 128 on MovieLens
 QUERIES = 128  # scored at a time
@@ -111,37 +112,36 @@ def evaluate_recall(
     towers: Towers,
     *,
     most_queries: int = 5000,
-    seed: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Recalls:
     """Recall of the requests from `split` on. `worth` `[n]`: what each row of the log is worth; above 0 it was liked.
 
-    At most `most_queries` requests are measured, drawn with `seed`. Raises LogError if no held-out request has a liked post, or each is in
+    At most `most_queries` requests are measured, drawn at random. Raises TableError if no held-out request has a liked post, or each is in
     its user's history already.
     """
     log, posts = examples.log, Posts.of(examples.log)
-    request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+    request = examples.request_of_rows
     frozen = int(examples.starts[split])
     is_asked = (log.user_id != 0) | (examples.history_lengths[request] > 0)
     liked_rows = np.flatnonzero((worth > 0) & is_asked & (np.arange(len(log)) >= frozen))
     queries = np.unique(request[liked_rows])
     if not len(queries):
-        raise LogError("the test period holds no post that was liked, so there is nothing to find")
+        raise TableError("the test period holds no post that was liked, so there is nothing to find")
     if len(queries) > most_queries:
-        queries = np.sort(np.random.default_rng(seed).choice(queries, most_queries, replace=False))
+        queries = np.sort(np.random.default_rng(SEED).choice(queries, most_queries, replace=False))
         liked_rows = liked_rows[np.isin(request[liked_rows], queries)]
     sources: dict[str, Source] = {
         TOWERS: towers_source(examples, posts, towers),
         POPULARITY: popularity_source(log, posts, frozen, worth),
-        FACTORS: factors_source(examples, posts, frozen, seed),
+        FACTORS: factors_source(examples, posts, frozen),
     }
     ranks, rows = _ranks(examples, posts, queries, request, liked_rows, sources, progress)
     if not len(rows):
-        raise LogError(
+        raise TableError(
             "each post that was liked in the test period is in its user's history already, so there is nothing to find"
         )
     users, of_row = np.unique(log.people[rows], return_inverse=True)
-    draws = draws_of(len(users), seed)
+    draws = draws_of(len(users), SEED)
     new_user = ~np.isin(log.people[rows], log.people[:frozen])
     new_post = ~np.isin(log.post_id[rows], log.post_id[:frozen])
     groups = {
@@ -236,7 +236,7 @@ def popularity_source(log: Log, posts: Posts, frozen: int, worth: NDArray[np.flo
     return lambda requests: np.broadcast_to(scores, (len(requests), len(posts)))
 
 
-def factors_source(examples: Examples, posts: Posts, frozen: int, seed: int) -> Source:
+def factors_source(examples: Examples, posts: Posts, frozen: int) -> Source:
     """A truncated SVD of users × posts engaged with before row `frozen`, into which each history is folded (PureSVD, Cremonesi 2010)."""
     from scipy.sparse import csr_matrix
     from sklearn.utils.extmath import randomized_svd
@@ -247,7 +247,7 @@ def factors_source(examples: Examples, posts: Posts, frozen: int, seed: int) -> 
     shape = (int(user.max()) + 1 if len(user) else 1, len(posts))
     matrix = csr_matrix((np.ones(len(engaged), np.float32), (user, posts.places(log.post_id[engaged]))), shape)
     matrix.data[:] = 1
-    _, _, directions = randomized_svd(matrix, min(DIMENSIONS, *matrix.shape), random_state=seed)
+    _, _, directions = randomized_svd(matrix, min(DIMENSIONS, *matrix.shape), random_state=SEED)
     factors = np.ascontiguousarray(directions.T, np.float32)
 
     def scores(requests: Ints) -> Floats:

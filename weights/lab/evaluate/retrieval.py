@@ -14,10 +14,12 @@ from model.engine import Item
 from model.inputs import Candidates, Context, age_bucket
 from model.ranker import Ranker
 from model.retrieval.towers import Towers
+from weights.actions import weight_vector
 from weights.lab.training.log import Log
 from weights.lab.world.behaviour import ACTION_NAMES, true_probabilities
 from weights.lab.world.settings import SURFACES
 from weights.lab.world.simulate import World, circumstances
+from weights.values import DAY_SECONDS
 
 BEST, FIRST = 100, 20
 DEPTHS = (100, 200, 500)
@@ -28,7 +30,7 @@ Floats = NDArray[np.float32]
 def newest_posts(world: World, days: int) -> NDArray[np.int64]:
     """Rows of `world.posts` from the last `days` days, oldest first."""
     created = world.posts.created_at
-    rows = np.flatnonzero(created >= world.settings.end_ts - days * 86_400)
+    rows = np.flatnonzero(created >= world.settings.end_ts - days * DAY_SECONDS)
     return rows[np.argsort(created[rows], kind="stable")]
 
 
@@ -43,7 +45,7 @@ def evaluate_retrieval(
     """
     settings, log = world.settings, world.log
     held_out = np.arange(settings.users, settings.all_users)
-    values = np.array([weights.get(name, 0.0) for name in ACTION_NAMES])
+    values = weight_vector(weights, ACTION_NAMES)
     ids, authors = world.posts.ids[posts], world.authors.ids[world.posts.author[posts]]
     vectors, created = towers.encode_posts(ids, authors).numpy(), world.posts.created_at[posts]
     liked = dict(zip(*np.unique(log.author_id[log.actions.any(1)], return_counts=True), strict=True))

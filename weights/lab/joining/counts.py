@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weights.tables import LogError
+from weights.tables import TableError
 
 
 @dataclass(slots=True)
@@ -15,9 +15,9 @@ class JoinCounts:
     `rankings` = `joined_rankings` + those after it. `events` = `joined_events` + those after it. `earlier_events` were
     not read, because they are older than the rankings that were to be joined. `delay_seconds`: how long after their ranking the events
     happened that name a candidate and an action of the model, the 5th percentile and the median. `events_reach_ts`: when the newest ranking
-    that an event names was served; at least how far events reached for the night before, or the oldest ranking. `done_rankings`:
-    those whose window is over, of the UTC days from `done_from_ts` on, which the next night reads again. `late_rankings`: those of
-    `earlier_rankings` that the night before had not read. Times are Unix seconds.
+    that an event names was served. It is never before that of the night before; the first night, never before the oldest ranking.
+    `done_rankings`: those whose window is over, of the UTC days from `done_from_ts` on, which the next night reads again.
+    `late_rankings`: those of `earlier_rankings` that the night before had not read. Times are Unix seconds.
     """
 
     parts: int = 0
@@ -131,7 +131,7 @@ class JoinCounts:
         return sentences
 
 
-class NothingJoins(LogError):
+class NothingJoins(TableError):
     """No ranking joins. `counts` says why."""
 
     def __init__(self, text: str, counts: JoinCounts) -> None:

@@ -15,11 +15,13 @@ import duckdb
 from model.inputs import CLOCK_SKEW_SECONDS
 from weights.format.writer import written_beside
 from weights.lab.joining.counts import JoinCounts, NothingJoins
-from weights.lab.joining.reading import LostPart, Progress, number_of, read_events, read_parts
+from weights.lab.joining.reading import LostPart, number_of, read_events, read_parts
 from weights.lab.joining.writing import write_contexts, write_impressions
+from weights.progress import Update
 from weights.served import hold
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.text_ids import IdKind
+from weights.values import DAY_SECONDS
 
 SHOWN = "shown"
 """The action of an event that says that a candidate was seen."""
@@ -128,9 +130,6 @@ bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
 """64 actions of a row as the bits of a number: DuckDB can move it to the disk, where it cannot move lists."""
 
 
-DAY_SECONDS = 86_400
-
-
 def first_day_ts(since_ts: int, window_seconds: int) -> int:
     """When the first UTC day begins whose parts are read for rankings that were served after `since_ts`, Unix seconds."""
     return (since_ts - window_seconds) // DAY_SECONDS * DAY_SECONDS
@@ -145,7 +144,7 @@ class JoinSettings:
     `2GB`. `since_ts`: only rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the
     contexts, so that results with different labels can be read as one log."""
 
-    window_seconds: int = 86_400
+    window_seconds: int = DAY_SECONDS
     observed: tuple[str, ...] | None = None
     ids: IdKind = "uint64"
     until_ts: int | None = None
@@ -167,7 +166,7 @@ def join(
     events: Path | str,
     out: Path,
     settings: JoinSettings,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> JoinCounts:
     """Write to the directory `out` the log of the candidates that were shown, with what users did, the context as served, the position and
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
@@ -175,13 +174,13 @@ def join(
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
     its own window is not over is left out, and so is a post of 0, which is none.
 
-    Raises LogError, in one sentence that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at
+    Raises TableError, in one sentence that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at
     `out`.
     """
     if out.exists() or out.is_symlink():
-        raise LogError(f"{out} is there already: choose another place")
+        raise TableError(f"{out} is there already: choose another place")
     if not served.is_dir():
-        raise LogError(f"{served} is not a directory: it must be a log of what was served")
+        raise TableError(f"{served} is not a directory: it must be a log of what was served")
     with written_beside(out) as partial, hold(served, lambda: progress(WAITING, 0, 1), alone=False):
         try:
             return _join_into(partial, served, events, settings, progress, is_thorough=False)
@@ -196,11 +195,11 @@ def _join_into(
     served: Path,
     events: Path | str,
     settings: JoinSettings,
-    progress: Progress,
+    progress: Update,
     *,
     is_thorough: bool,
 ) -> JoinCounts:
-    """Fill a directory as `join` says. Raises LogError, and LostPart where it may be done again."""
+    """Fill a directory as `join` says. Raises TableError, and LostPart where it may be done again."""
     counts, work = JoinCounts(), partial / "work"
     work.mkdir()
     with _enough(settings.memory, partial.parent):
@@ -230,7 +229,7 @@ def _join_into(
 
 
 def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
-    """A database on disk that spills what does not fit. Raises LogError for an amount of memory that is none."""
+    """A database on disk that spills what does not fit. Raises TableError for an amount of memory that is none."""
     database = duckdb.connect(work / "join.duckdb")
     database.execute(f"SET temp_directory = '{str(work / 'spilled').replace(chr(39), chr(39) * 2)}'")
     database.execute(f"SET threads = {int(settings.threads)}")
@@ -239,13 +238,13 @@ def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
     try:
         database.execute(f"SET memory_limit = '{settings.memory.replace(chr(39), '')}'")
     except duckdb.Error as error:
-        raise LogError(f"--memory {settings.memory} is not an amount of memory such as 2GB") from error
+        raise TableError(f"--memory {settings.memory} is not an amount of memory such as 2GB") from error
     return database
 
 
 @contextmanager
 def _enough(memory: str, place: Path) -> Iterator[None]:
-    """Turn a lack of memory, or of space on the disk of this place, into a LogError."""
+    """Turn a lack of memory, or of space on the disk of this place, into a TableError."""
     try:
         yield
     except (duckdb.Error, OSError) as error:
@@ -253,9 +252,9 @@ def _enough(memory: str, place: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         if isinstance(error, duckdb.OutOfMemoryException) and "max_temp_directory_size" not in str(error):
-            raise LogError(f"--memory {memory} is too little for the join: give more") from error
+            raise TableError(f"--memory {memory} is too little for the join: give more") from error
         if isinstance(error, (OSError, *OF_THE_DISK)):
-            raise LogError(f"the join cannot write to {place}: make room there ({text})") from error
+            raise TableError(f"the join cannot write to {place}: make room there ({text})") from error
         raise
 
 
@@ -264,9 +263,9 @@ def _join(
     names: tuple[str, ...],
     settings: JoinSettings,
     counts: JoinCounts,
-    progress: Progress,
+    progress: Update,
 ) -> None:
-    """Make the tables `shown` and `labels`, and count. Raises LogError."""
+    """Make the tables `shown` and `labels`, and count. Raises TableError."""
     if settings.since_ts is None:
         reached_before = number_of(database, "SELECT coalesce(min(served_ts), 0) FROM rankings")
     else:
@@ -329,10 +328,10 @@ def _make_shown(database: duckdb.DuckDBPyConnection, window_seconds: int, counts
 
 
 def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], settings: JoinSettings) -> list[str]:
-    """The actions whose absence means no. Raises LogError for one that the model does not have."""
+    """The actions whose absence means no. Raises TableError for one that the model does not have."""
     if settings.observed is not None:
         if unknown := [name for name in settings.observed if name not in names]:
-            raise LogError(f"--observed {unknown[0]}: the model has no such action; it has {', '.join(names)}")
+            raise TableError(f"--observed {unknown[0]}: the model has no such action; it has {', '.join(names)}")
         return [*settings.observed]
     met = {name for (name,) in database.execute("SELECT DISTINCT action FROM events").fetchall()}
     return [name for name in names if name in met]

@@ -7,9 +7,8 @@ one for each event.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from numpy.typing import NDArray
 from model.inputs import CLOCK_SKEW_SECONDS
 from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.training.log import date_of
+from weights.progress import Update
 from weights.served import OPEN_SUFFIX, PARTS, DamagedPart, open_part
-from weights.table_files import Table, open_table, place_of, tables_of
-from weights.tables import LogError, Place, column_of
+from weights.table_files import Table, open_table, tables_of
+from weights.tables import Place, TableError, column_of
 from weights.text_ids import IdKind, is_text_id, text_ids
 from weights.values import Problem, problem_of_times
 
@@ -45,8 +45,6 @@ COLUMNS = (
     "request_id", "served_us", "impression_ts", "user_id", "context_id", "history.post_ids", "returned", "model_digest",
     "candidates", "scores", "created_at", "ranks", "propensities",
 )  # fmt: skip
-
-Progress = Callable[[str, int, int], None]
 
 TABLES = """
 CREATE TABLE rankings (
@@ -84,7 +82,7 @@ FROM (
 """
 
 
-class LostPart(LogError):
+class LostPart(TableError):
     """A part that was whole when it was read, and now is removed, changed or damaged. The message names the file."""
 
 
@@ -121,7 +119,7 @@ def read_parts(
     actions: tuple[str, ...],
     first_ts: int | None,
     counts: JoinCounts,
-    progress: Progress,
+    progress: Update,
     *,
     is_thorough: bool = False,
 ) -> tuple[list[ReadPart], tuple[str, ...]]:
@@ -132,7 +130,7 @@ def read_parts(
 
     `model`: the version or the beginning of the digest of the model whose rankings are read; if empty, all, which must have the same
     actions. `actions`: if there are any, only rankings of models with just these are read. Files that are no parts, and parts
-    that were cut short or are damaged, are left out and counted. Raises LogError; NothingJoins where no
+    that were cut short or are damaged, are left out and counted. Raises TableError; NothingJoins where no
     part is left to be joined.
     """
     database.execute(TABLES)
@@ -163,12 +161,12 @@ def read_parts(
                 is_asked_for = not model or model == one["model_version"] or one["model_digest"].startswith(model)
                 is_read = is_asked_for and (not actions or actions == of_part)
                 if is_read and names not in (None, of_part):
-                    raise LogError(
+                    raise TableError(
                         f"{path}, row 1: the actions of {label} are not those of the model in {named_by}: choose one with --model"
                     )
                 if is_read:
                     _insert(database, path, part, len(read), counts.rankings, None if is_thorough else COLUMNS)
-        except LogError:
+        except TableError:
             raise
         except DamagedPart:
             counts.cut_parts.append(str(path))
@@ -177,10 +175,10 @@ def read_parts(
             counts.gone_parts += 1
             continue
         except OSError as error:
-            raise LogError(f"{path} cannot be read: {error.strerror}") from error
+            raise TableError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             if "of another format" in str(error):
-                raise LogError(str(error)) from error
+                raise TableError(str(error)) from error
             counts.foreign_files.append(str(path))
             continue
         counts.parts += 1
@@ -250,17 +248,17 @@ def read_events(
     ids: IdKind,
     since_ts: int | None,
     counts: JoinCounts,
-    progress: Progress,
+    progress: Update,
 ) -> None:
-    """Read and check events. Those before `since_ts`, Unix seconds, are checked and left out. Raises LogError, which names the file and
+    """Read and check events. Those before `since_ts`, Unix seconds, are checked and left out. Raises TableError, which names the file and
     the row."""
     columns = EVENT_COLUMNS | ({"post_id": pa.string()} if ids == "text" else {})
     source = open_table(path, columns, may_lack=["value"])
     if missing := [name for name in REQUIRED if name not in source.schema.names]:
-        raise LogError(f"{source.files[0]} lacks the column {missing[0]}: an event has {', '.join(REQUIRED)}")
+        raise TableError(f"{source.files[0]} lacks the column {missing[0]}: an event has {', '.join(REQUIRED)}")
     rows, done = source.count_rows(), 0
-    for table in tables_of(source, PIECE_ROWS):
-        checked = _checked_events(table, source, ids, partial(_place, source, done))
+    for table, place in tables_of(source, PIECE_ROWS):
+        checked = _checked_events(table, source, ids, place)
         done += len(table)
         if since_ts is not None:
             checked = checked.filter(pc.greater_equal(checked.column("event_ts"), since_ts - CLOCK_SKEW_SECONDS))
@@ -271,11 +269,7 @@ def read_events(
         counts.earlier_events += len(table) - len(checked)
         progress("Reading events", done, rows)
     if not done:
-        raise LogError(f"{path} holds no events")
-
-
-def _place(source: Table, before: int, row: int) -> str:
-    return place_of(source, before + row)
+        raise TableError(f"{path} holds no events")
 
 
 def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -> pa.Table:
@@ -284,14 +278,14 @@ def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -
     for name in ("request_id", "action"):
         kind = table.column(name).type
         if not pa.types.is_string(kind):
-            raise LogError(f"{where}: column {name} holds {kind}, not texts")
+            raise TableError(f"{where}: column {name} holds {kind}, not texts")
     times = table.column("event_ts")
     if pa.types.is_floating(times.type) and not times.null_count:
         table = table.set_column(table.column_names.index("event_ts"), "event_ts", pc.floor(times))
     event_ts: NDArray[np.int64] = column_of(table, "event_ts", pa.int64(), place)
     problem: Problem | None = problem_of_times(event_ts)
     if problem:
-        raise LogError(f"{place(problem[0])}: event_ts {problem[1]}")
+        raise TableError(f"{place(problem[0])}: event_ts {problem[1]}")
     value = pa.nulls(len(table), pa.float64())
     if "value" in table.column_names:
         value = _finite(pa.chunked_array([column_of(table, "value", pa.float64(), place, math.nan)]))
@@ -312,11 +306,11 @@ def _finite(values: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _post_ids(table: pa.Table, where: str, ids: IdKind, place: Place) -> NDArray[np.uint64]:
-    """The posts as a model reads them: integers, decimals in texts (as replies write them), or hashed texts. Raises LogError."""
+    """The posts as a model reads them: integers, decimals in texts (as replies write them), or hashed texts. Raises TableError."""
     column = table.column("post_id")
     if not pa.types.is_string(column.type):
         if ids == "text":
-            raise LogError(f"{where}: column post_id holds {column.type}, not texts, which its ids are")
+            raise TableError(f"{where}: column post_id holds {column.type}, not texts, which its ids are")
         integers: NDArray[np.uint64] = column_of(table, "post_id", pa.uint64(), place)
         return integers
     coded = column.combine_chunks().fill_null("").dictionary_encode()
@@ -327,7 +321,7 @@ def _post_ids(table: pa.Table, where: str, ids: IdKind, place: Place) -> NDArray
             rule = (
                 "a text of 1 to 128 bytes" if ids == "text" else "an unsigned 64-bit integer (--ids text reads texts)"
             )
-            raise LogError(f"{place(int((places == number).argmax()))}: post_id {text[:60]!r} is not {rule}")
+            raise TableError(f"{place(int((places == number).argmax()))}: post_id {text[:60]!r} is not {rule}")
     numbers = text_ids(texts) if ids == "text" else np.array([*map(int, texts)], np.uint64)
     return np.asarray(numbers[places])
 

@@ -14,9 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.lab.joining.reading import Progress, ReadPart, number_of
-from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS, LISTS
-from weights.lab.training.log import ACTION_PREFIX, CODES, HASHES, IDS_KEY
+from weights.lab.joining.reading import ReadPart, number_of
+from weights.lab.training.contexts import ACTION_PREFIX, CONTEXTS, IMPRESSIONS, LISTS
+from weights.lab.training.log import HASHES, IDS_KEY
+from weights.progress import Update
+from weights.table_files import CODES
 from weights.text_ids import IdKind, text_ids
 
 PART_ROWS = 1_000_000
@@ -87,7 +89,7 @@ def write_impressions(
     observed: Sequence[bool],
     ids: IdKind,
     label: str,
-    progress: Progress,
+    progress: Update,
 ) -> int:
     """Write the table `shown` with its `labels`. `observed` `[A]`: the actions whose absence means no; that of others is null. `label`:
     as `JoinSettings` has it. Return the number of rows."""
@@ -138,7 +140,7 @@ def write_contexts(
     parts: Sequence[ReadPart],
     names: Sequence[str],
     label: str,
-    progress: Progress,
+    progress: Update,
 ) -> int:
     """Write the context of each ranking of the table `shown`, once. `parts`: by their numbers. `label`: as `JoinSettings` has it. Return
     how many. Raises LostPart."""

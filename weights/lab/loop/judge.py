@@ -78,7 +78,7 @@ def judge(
     `[n, A]`; `weights` of the score, float32 `[A]`; the new model was trained on what was shown before `until_ts`, Unix seconds."""
     rows = rows_of(examples, requests)
     shown = examples.log.take(rows)
-    worthy, known_rows = is_positive(shown, weights), known_worth(shown, weights)
+    worthy, is_known = is_positive(shown, weights), known_worth(shown, weights)
     scores = pair[0] @ weights, pair[1] @ weights
     by_user = Judge.of(shown)
     everybody = np.arange(by_user.draws.shape[1])
@@ -91,8 +91,6 @@ def judge(
         figures = [within(score, some).figure() if some.any() else NO_FIGURE for score in scores]
         return figures[0], figures[1]
 
-    is_known = np.zeros(len(rows), bool)
-    is_known[known_rows] = True
     serving, new = (within(score, is_known) for score in scores)
     actions = {}
     for place, name in enumerate(shown.action_names):

@@ -77,9 +77,7 @@ def _times(counts: JoinCounts) -> tuple[int, int, tuple[float, float]]:
 
 def is_positive(shown: Log, weights: NDArray[np.float32]) -> NDArray[np.bool_]:
     """The impressions of which the score knows everything and whose actions are worth more than nothing, `[n]`."""
-    is_known = np.zeros(len(shown), bool)
-    is_known[known_worth(shown, weights)] = True
-    return np.asarray(is_known & (shown.actions @ weights > 0))
+    return np.asarray(known_worth(shown, weights) & (shown.actions @ weights > 0))
 
 
 def requests_of(examples: Examples, night: Path) -> NDArray[np.int64]:

@@ -70,7 +70,8 @@ from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
 from weights.lab.training.state import StateError
 from weights.lab.training.trainer import Status, TrainingError
-from weights.tables import LogError
+from weights.progress import Update
+from weights.tables import TableError
 from weights.values import problem_of_codes
 
 CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
@@ -84,11 +85,10 @@ WORK = "work"
 TURN_NAME = "turn.json"
 
 Say = Callable[[str], None]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Paths:
     """Where a turn reads and writes: the log of what was served, the events, the link to the serving checkpoint, and the root of the
     turns."""
 
@@ -123,28 +123,28 @@ class Result:
 
 
 def refresh(
-    places: Places,
+    paths: Paths,
     settings: TurnSettings,
     say: Say = lambda line: None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> Result:
     """Take a turn, or finish the one that was interrupted. A second run at the same time raises BlockingIOError, a sentence.
 
-    Raises LogError, TrainingError, StateError, CheckpointError, ValueError, OSError; the link then names what it named before. After the
+    Raises TableError, TrainingError, StateError, CheckpointError, ValueError, OSError; the link then names what it named before. After the
     first three the next turn joins the night anew.
     """
-    _check_link(places.link)
-    with alone_in(places.root):
-        state, finished = settle(places.root, places.link, settings.keep)
+    _check_link(paths.link)
+    with alone_in(paths.root):
+        state, finished = settle(paths.root, paths.link, settings.keep)
         if finished:
-            _clean(places, settings, state)
+            _clean(paths, settings, state)
             say(f"Turn {name_of(finished.turn)} was interrupted after its decision, and is finished now.")
-            return _result(places.root, finished)
-        state = with_present_version(places.link, state)
-        turn = _Turn(places, settings, state, load_checkpoint(places.link), say, progress)
+            return _result(paths.root, finished)
+        state = with_present_version(paths.link, state)
+        turn = _Turn(paths, settings, state, load_checkpoint(paths.link), say, progress)
         try:
             outcome = turn.take()
-        except (LogError, TrainingError, StateError):
+        except (TableError, TrainingError, StateError):
             turn.forget()  # the next turn begins anew: with what has come since, or from events that were mended
             raise
         if isinstance(outcome, str):
@@ -153,35 +153,35 @@ def refresh(
         write_json(turn.directory / OUTCOME_NAME, outcome)
         say("Decided.")
         state = state.after(outcome, settings.keep)
-        write_json(places.root / STATE_NAME, state)
+        write_json(paths.root / STATE_NAME, state)
         if state.pending:
-            state = switch(places.root, places.link, state)
+            state = switch(paths.root, paths.link, state)
         say("Switched." if outcome.publish else "Not switched.")
-        _clean(places, settings, state)
-        return _result(places.root, outcome)
+        _clean(paths, settings, state)
+        return _result(paths.root, outcome)
 
 
-def back(places: Places, keep: int) -> Result:
+def back(paths: Paths, keep: int) -> Result:
     """Point the link to the version before the present one. The next turn does not publish the present one again: it needs a new night.
 
     Raises CheckpointError where there is no version before.
     """
-    _check_link(places.link)
-    if not (places.root / STATE_NAME).exists():
-        raise CheckpointError(f"{places.root} holds no turns, so there is no version to go back to.")
-    with alone_in(places.root):
-        state, _ = settle(places.root, places.link, keep)
+    _check_link(paths.link)
+    if not (paths.root / STATE_NAME).exists():
+        raise CheckpointError(f"{paths.root} holds no turns, so there is no version to go back to.")
+    with alone_in(paths.root):
+        state, _ = settle(paths.root, paths.link, keep)
         versions = state.versions
-        is_ours = bool(versions) and leads_to(places.link, versions[-1].target)
+        is_ours = bool(versions) and leads_to(paths.link, versions[-1].target)
         earlier = versions[:-1] if is_ours else versions
         if not earlier:
-            raise CheckpointError(f"{places.root} knows no version before the present one.")
-        if not (places.link.parent / earlier[-1].target).is_dir():
+            raise CheckpointError(f"{paths.root} knows no version before the present one.")
+        if not (paths.link.parent / earlier[-1].target).is_dir():
             raise CheckpointError(f"The version before, {earlier[-1].target}, is not there any more.")
         state = msgspec.structs.replace(state, versions=earlier, pending=earlier[-1].target)
-        write_json(places.root / STATE_NAME, state)
-        switch(places.root, places.link, state)
-    return Result("back", f"{places.link} names version {earlier[-1].version} again")
+        write_json(paths.root / STATE_NAME, state)
+        switch(paths.root, paths.link, state)
+    return Result("back", f"{paths.link} names version {earlier[-1].version} again")
 
 
 def _check_link(link: Path) -> None:
@@ -196,17 +196,17 @@ def _result(root: Path, outcome: Outcome) -> Result:
     return Result(decision, outcome.sentence, root / TURNS / name_of(outcome.turn))
 
 
-def _clean(places: Places, settings: TurnSettings, state: State) -> None:
+def _clean(paths: Paths, settings: TurnSettings, state: State) -> None:
     """Remove nights that no later turn reads, checkpoints that nothing goes back to, and what turns worked with."""
     nights = {night.name for night in state.nights[-settings.nights :]}
-    for log in (places.root / LOGS).glob("[0-9]*"):
+    for log in (paths.root / LOGS).glob("[0-9]*"):
         if log.name not in nights:
             shutil.rmtree(log, ignore_errors=True)
-    used = {(places.link.parent / version.target).resolve() for version in state.versions} | {places.link.resolve()}
-    for checkpoint in (places.root / CHECKPOINTS).glob("[0-9]*"):
+    used = {(paths.link.parent / version.target).resolve() for version in state.versions} | {paths.link.resolve()}
+    for checkpoint in (paths.root / CHECKPOINTS).glob("[0-9]*"):
         if checkpoint.resolve() not in used:
             shutil.rmtree(checkpoint, ignore_errors=True)
-    for work in (places.root / TURNS).glob(f"*/{WORK}"):
+    for work in (paths.root / TURNS).glob(f"*/{WORK}"):
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -214,15 +214,15 @@ class _Turn:
     """The work of one turn, up to its decision."""
 
     def __init__(
-        self, places: Places, settings: TurnSettings, state: State, serving: Checkpoint, say: Say, progress: Progress
+        self, paths: Paths, settings: TurnSettings, state: State, serving: Checkpoint, say: Say, progress: Update
     ) -> None:
-        self.places, self.settings, self.state, self.serving = places, settings, state, serving
+        self.paths, self.settings, self.state, self.serving = paths, settings, state, serving
         self.say, self.progress = say, progress
         self.number = state.turns + 1
         self.name = name_of(self.number)
-        self.directory = places.root / TURNS / self.name
-        self.log = places.root / LOGS / self.name
-        self.checkpoint = places.root / CHECKPOINTS / self.name
+        self.directory = paths.root / TURNS / self.name
+        self.log = paths.root / LOGS / self.name
+        self.checkpoint = paths.root / CHECKPOINTS / self.name
         self.join_settings = replace(
             settings.join,
             since_ts=state.through_ts,
@@ -281,7 +281,7 @@ class _Turn:
         }
         task = json.dumps(
             {
-                "served": str(self.places.served), "events": self.places.events, "join": join_task,
+                "served": str(self.paths.served), "events": self.paths.events, "join": join_task,
                 "serving": self.serving.manifest.digest, "nights": self.settings.nights,
                 "held_out": self.settings.held_out, "seed": self.settings.seed, "training": dict(self.settings.training),
             },
@@ -306,7 +306,7 @@ class _Turn:
             counts = JoinCounts(**json.loads((self.log / COUNTS_NAME).read_text()))
         else:
             self.say("Joining.")
-            counts = join(self.places.served, self.places.events, self.log, self.join_settings, self.progress)
+            counts = join(self.paths.served, self.paths.events, self.log, self.join_settings, self.progress)
         self._tell(counts)
         return counts
 
@@ -350,7 +350,7 @@ class _Turn:
         for kind in (IMPRESSIONS, CONTEXTS):
             (both / kind).mkdir(parents=True)
             for name in (*names, self.name):
-                for part in sorted((self.places.root / LOGS / name / kind).glob("*.parquet")):
+                for part in sorted((self.paths.root / LOGS / name / kind).glob("*.parquet")):
                     (both / kind / f"{name}-{part.name}").symlink_to(part.absolute())
         rows = counts.impressions + sum(night.impressions for night in self.nights)
         cache = self.directory / WORK / "sorted" if rows > IN_MEMORY_ROWS else None
@@ -363,13 +363,13 @@ class _Turn:
 
     def _held_out(self, examples: Examples, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """The night's newest requests, at most JUDGED_REQUESTS of them, and the time from which on they are, Unix seconds. None of them was
-        seen by the training of the checkpoint that serves, which may have been made elsewhere. Raises LogError where it saw all."""
+        seen by the training of the checkpoint that serves, which may have been made elsewhere. Raises TableError where it saw all."""
         first = requests[min(int(len(requests) * (1 - self.settings.held_out)), len(requests) - 1)]
         seen_until_ts = self.serving.manifest.trained_until_ts or 0
         until_ts = max(int(examples.times[first]), seen_until_ts)
         if until_ts > examples.times[requests[-1]]:
-            raise LogError(
-                f"{self.places.link} was trained until {time_words(seen_until_ts)}, and the newest joined ranking is older: wait for "
+            raise TableError(
+                f"{self.paths.link} was trained until {time_words(seen_until_ts)}, and the newest joined ranking is older: wait for "
                 "newer ones, for by no others can the two models be judged"
             )
         held_out = requests[examples.times[requests] >= until_ts]
@@ -438,7 +438,7 @@ class _Turn:
             actions = self.serving.manifest.action_names
             record = NightRecord(self.name, counts.impressions, night.activity, distance, actions)
         if not failed:
-            parent = self.places.link.parent.resolve()
+            parent = self.paths.link.parent.resolve()
             version = load_manifest(self.checkpoint).version
             publish = Version(os.path.relpath(self.checkpoint.resolve(), parent), version)
         is_to_wait = failed == (ENOUGH,)

@@ -20,21 +20,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from model.exploration import finalised
 from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, name_whole, named, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
 from weights.lab.training.contexts import open_contexts
 from weights.lab.training.log import action_names, checked_columns, open_log
-from weights.table_files import Table, Unchanged, check_unchanged, files_of, place_of, tables_of
-from weights.tables import LogError
+from weights.progress import Update
+from weights.table_files import Table, Unchanged, check_unchanged, files_of, tables_of
+from weights.tables import Place, TableError
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
 """Rows read before they are written to their partitions: the number that splitting holds in memory."""
 MAX_PARTITIONS = 500  # files open at once while the log is split
-
-Progress = Callable[[str, int, int], object]
-"""Called with the current activity, rows done and total rows."""
 
 
 class RunError(ValueError):
@@ -59,23 +58,23 @@ def score_log(
     scorer: Scorer,
     since_ts: int = 0,
     partitions: int = 0,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> int:
     """Score the requests of a log (a file or a directory) from `since_ts` on. Return the number of rows written. Histories are those of
     the log's rows.
 
     `partitions` 0: enough to keep each near PARTITION_ROWS. Parts that a killed run finished are kept.
-    Raises LogError, EngineError, RunError if `out` holds something else, or BlockingIOError if another process writes there.
+    Raises TableError, EngineError, RunError if `out` holds something else, or BlockingIOError if another process writes there.
     """
     if open_contexts(log):
-        raise LogError(
+        raise TableError(
             f"{log} has contexts as served, which are not read here: give {log}/impressions, and histories are made from its rows"
         )
     source = open_log(log, scorer.manifest.ids)
     action_names(source.schema, str(log))
     rows = source.count_rows()
     if not rows:
-        raise LogError(f"{log} holds no impressions")
+        raise TableError(f"{log} holds no impressions")
     run = Run(
         files_of(source),
         rows,
@@ -104,14 +103,11 @@ def score_log(
 
 
 def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
-    """The partition of each user's rows: the same in every run, and even for any ids (the mixing of splitmix64)."""
-    mixed = user_ids.copy()
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(partitions)).astype(np.int64)
+    """The partition of each user's rows: the same in every run, and even for any ids."""
+    return (finalised(user_ids) % np.uint64(partitions)).astype(np.int64)
 
 
-def _beyond(progress: Progress, before: int, rows: int) -> Callable[[int], None]:
+def _beyond(progress: Update, before: int, rows: int) -> Callable[[int], None]:
     def with_rows_before(scored: int) -> None:
         progress("Scoring", before + scored, rows)
 
@@ -123,7 +119,7 @@ def _given_back(out: Path, parts: list[Path]) -> Iterator[None]:
     """Remove what the run wrote to `out` if the log is refused before a part is finished: then the mended log can be scored there."""
     try:
         yield
-    except LogError:
+    except TableError:
         if not any(part.exists() for part in parts):
             for left in (out / ".split", out / ".split.new"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -150,7 +146,7 @@ def _claim(out: Path, run: Run) -> None:
         raise RunError(f"{out} belongs to another run ({', '.join(differing)} differ): choose another place")
 
 
-def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: Progress) -> None:
+def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: Update) -> None:
     """Check the values of the log, and write the rows of each user to one file. After a kill, the next run starts this again."""
     unfinished = split.with_name(".split.new")
     for left in (unfinished, split):
@@ -160,8 +156,8 @@ def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: P
     with named(split, left=""):
         writers = [pa.ipc.new_file(file, source.schema) for file in files]
     done = 0
-    for table in tables_of(source, ROUND_ROWS):
-        where = partition_of(_checked(table, source, done, manifest), run.partitions)
+    for table, place in tables_of(source, ROUND_ROWS):
+        where = partition_of(_checked(table, source, place, manifest), run.partitions)
         order = np.argsort(where, kind="stable")
         sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(run.partitions + 1))
         for writer, first, last in zip(writers, edges[:-1], edges[1:], strict=True):
@@ -177,13 +173,10 @@ def _split(source: Table, split: Path, run: Run, manifest: Manifest, progress: P
     name_whole(unfinished, split)
 
 
-def _checked(table: pa.Table, source: Table, before: int, manifest: Manifest) -> NDArray[np.uint64]:
-    """Whose rows are to stay together, in a piece of the log that begins behind `before` rows: each user's, and each request's of nobody.
-    Raises LogError for a value that a request may not have."""
-    surfaces = manifest.config.product_surfaces
-    columns, _ = checked_columns(
-        table, source.files[0], manifest.ids, surfaces, lambda row: place_of(source, before + row)
-    )
+def _checked(table: pa.Table, source: Table, place: Place, manifest: Manifest) -> NDArray[np.uint64]:
+    """Whose rows are to stay together, in a piece of the log: each user's, and each request's of nobody. Raises TableError for a value that
+    a request may not have."""
+    columns, _ = checked_columns(table, source.files[0], manifest.ids, manifest.config.product_surfaces, place)
     users: NDArray[np.uint64] = np.where(columns["user_id"] == 0, columns["request_id"], columns["user_id"])
     return users
 

@@ -13,6 +13,7 @@ from model.config import ModelConfig
 from model.create import EngineOptions, cache_budget, create_engine, find_device
 from model.engine import EngineError, Item
 from model.ranking import combine
+from weights.actions import weight_vector
 from weights.checkpoint import Checkpoint
 from weights.errors import CheckpointError
 from weights.lab.training.examples import Examples
@@ -60,7 +61,7 @@ class Scorer:
             raise CheckpointError(f"{checkpoint.path} has no action {unknown[0]}: it has {', '.join(names)}.")
         self._chosen = [names.index(name) for name in chosen]
         self._scales = np.array([output.scale for output in self.manifest.continuous], np.float32)
-        self._weights = np.array([self.manifest.score_weights.get(name, 0.0) for name in names])
+        self._weights = weight_vector(self.manifest.score_weights, names)
         self._batch_tokens = batch_tokens
         cache_bytes = _cache_bytes(self.manifest.config, options, batch_tokens)
         self.engine = create_engine(checkpoint.ranker, replace(options, cache_bytes=cache_bytes))
@@ -83,7 +84,7 @@ class Scorer:
         """Score the requests of a log from `since_ts` on, by time, then request; the log's columns are in docs/training.md.
 
         The table must hold all earlier engagements of a user, which are the history, and keep the log's order of impressions shown
-        together, in which events of equal time are read. Raises LogError or EngineError, which name the log `where`.
+        together, in which events of equal time are read. Raises TableError or EngineError, which name the log `where`.
         """
         return self.score(self.prepare(table, since_ts, where))
 

@@ -16,7 +16,7 @@ from weights.lab.counts import rates_pass, repeated_share
 from weights.lab.training.log import Log, date_of, distinct, time_words
 from weights.lab.training.run import check_split
 from weights.lab.training.settings import TrainSettings, demo_config, hashes, replaced
-from weights.tables import LogError
+from weights.tables import TableError
 
 NEWEST_SHARE = 0.2
 """This share of the log is held out. The newest part of the rest, the same share, tells how many ids will be new there."""
@@ -129,7 +129,7 @@ def plan(
     ModelConfig and of the tables (`user_rows`, `post_rows`, `author_rows`). `start_until_ts`: the checkpoint that training goes on from was
     trained until then, Unix seconds; nothing earlier is held out.
 
-    Raises LogError, in one sentence that names the log's range, for a log from which nothing can be learned, and ConfigError or
+    Raises TableError, in one sentence that names the log's range, for a log from which nothing can be learned, and ConfigError or
     ValueError for overrides whose names or values cannot be.
     """
     names = {one.name for kind in (TrainSettings, ModelConfig) for one in fields(kind)}
@@ -162,18 +162,18 @@ def plan(
 
 
 def _check_learnable(log: Log, what: str) -> None:
-    """Raises LogError for a log of one request, one user or one time, or without two different outcomes."""
+    """Raises TableError for a log of one request, one user or one time, or without two different outcomes."""
     subject = f"{what} ({log.span}) holds"
     if log.requests < 2:
-        raise LogError(f"{subject} only one request: a model needs many, of many users")
+        raise TableError(f"{subject} only one request: a model needs many, of many users")
     if (log.user_id == log.user_id[0]).all():
-        raise LogError(f"{subject} {'only one' if log.user_id[0] else 'no'} user: a model needs many")
+        raise TableError(f"{subject} {'only one' if log.user_id[0] else 'no'} user: a model needs many")
     if log.impression_ts[0] == log.impression_ts[-1]:
-        raise LogError(f"{subject} only one time: no history comes before it")
+        raise TableError(f"{subject} only one time: no history comes before it")
     if not log.actions.any():
-        raise LogError(f"{subject} no action that was ever taken: there is nothing to tell posts apart by")
+        raise TableError(f"{subject} no action that was ever taken: there is nothing to tell posts apart by")
     if log.actions.all():
-        raise LogError(f"{subject} no action that was ever not taken: there is nothing to tell posts apart by")
+        raise TableError(f"{subject} no action that was ever not taken: there is nothing to tell posts apart by")
 
 
 def _summary(log: Log) -> str:
@@ -193,7 +193,7 @@ def _split(
     if until_ts is not None:
         check_split(log, until_ts)
         if start_until_ts and until_ts < start_until_ts:
-            raise LogError(
+            raise TableError(
                 f"{trained}, so what would be held out from {until_ts} on is not new to it: give a later --until, or --until all"
             )
         before = float((log.impression_ts < until_ts).mean())
@@ -205,7 +205,7 @@ def _split(
         until = int(log.impression_ts[log.impression_ts > until][0])
     if start_until_ts and until < start_until_ts:
         if start_until_ts > log.impression_ts[-1]:
-            raise LogError(
+            raise TableError(
                 f"{trained}, and the log covers {log.span}, so nothing is left to hold out: give a newer log, or --until all"
             )
         return start_until_ts, Choice(trained, "hold out what is newer for eval; --until all trains on it too")

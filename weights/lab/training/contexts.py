@@ -20,8 +20,8 @@ from model.bounds import LARGEST
 from model.config import ModelConfig
 from model.inputs import Context, codes_fitting
 from weights.lab.training.columns import Columns, Growing, InMemory
-from weights.table_files import Table, filesystem_of, open_table, place_of, tables_of
-from weights.tables import Check, LogError, Place, column_of, rows_of_lists
+from weights.table_files import CODES, Table, filesystem_of, open_table, tables_of
+from weights.tables import Check, Place, TableError, column_of, rows_of_lists
 from weights.values import Problem, problem_of_actions, problem_of_codes, problem_of_dwells, problem_of_surfaces
 
 IMPRESSIONS, CONTEXTS = "impressions", "contexts"
@@ -39,8 +39,6 @@ CHECKS: dict[str, Check] = {
     "product_surfaces": partial(problem_of_surfaces, surfaces=LARGEST["product_surfaces"]),
     "dwell_seconds": problem_of_dwells,
 }
-CODES = "codes"
-"""An optional column: a list of content codes for each event."""
 PIECE_CONTEXTS = 2_000
 
 
@@ -93,17 +91,17 @@ class ServedContexts:
         return replace(self, order=order if self.order is None else [self.order[place] for place in order])
 
     def check(self, context_ids: NDArray[np.uint64], request_ids: NDArray[np.uint64], where: str) -> None:
-        """Raises LogError for a request whose context is not here. `[n]` both."""
+        """Raises TableError for a request whose context is not here. `[n]` both."""
         missing = (context_ids != 0) & ~np.isin(context_ids, self.ids)
         if missing.any():
             row = int(missing.argmax())
-            raise LogError(
+            raise TableError(
                 f"{where}: request {request_ids[row]} has the context_id {context_ids[row]}, which {CONTEXTS} does not have"
             )
 
 
 def open_contexts(path: Path | str) -> Table | None:
-    """The contexts of a log for reading in pieces; None if it has none. Raises LogError."""
+    """The contexts of a log for reading in pieces; None if it has none. Raises TableError."""
     filesystem, place = filesystem_of(path)
     if filesystem.get_file_info(f"{place.rstrip('/')}/{CONTEXTS}").type is not pa.fs.FileType.Directory:
         return None
@@ -112,83 +110,78 @@ def open_contexts(path: Path | str) -> Table | None:
 
 
 def read_contexts(source: Table, action_names: tuple[str, ...]) -> ServedContexts:
-    """Read the contexts of a log with these actions into memory. Raises LogError."""
+    """Read the contexts of a log with these actions into memory. Raises TableError."""
     growing = InMemory()
     append_contexts(source, action_names, growing)
     return served_contexts(growing.columns())
 
 
 def append_contexts(source: Table, action_names: tuple[str, ...], growing: Growing) -> None:
-    """Check contexts and append their columns: `ids`, `lengths`, and those of the events. Raises LogError, which names the row."""
+    """Check contexts and append their columns: `ids`, `lengths`, and those of the events. Raises TableError, which names the row."""
     needed = {"context_id", *LISTS, *(ACTION_PREFIX + name for name in action_names)}
     if missing := sorted(needed - set(source.schema.names)):
-        raise LogError(f"{source.files[0]} lacks the column {missing[0]}, which contexts as served have")
+        raise TableError(f"{source.files[0]} lacks the column {missing[0]}, which contexts as served have")
     if further := sorted(set(source.schema.names) - needed - {CODES}):
-        raise LogError(f"{source.files[0]} has the column {further[0]}, which the impressions do not have")
+        raise TableError(f"{source.files[0]} has the column {further[0]}, which the impressions do not have")
     empty: Columns = {name: pa.array([], kind).to_numpy() for name, kind in LISTS.items()}
     growing.append(
         {"ids": np.zeros(0, np.uint64), "lengths": np.zeros(0, np.int64)}
         | empty
         | {"actions": np.zeros((0, len(action_names)), np.float32)}
     )
-    before, levels = 0, 0
+    levels = 0
     if CODES in source.schema.names:
         pieces = tables_of(source, PIECE_CONTEXTS, [CODES])
-        levels = max((_codes(table, source.files[0]).shape[1] for table in pieces), default=0)
-    for table in tables_of(source, PIECE_CONTEXTS):
-        columns = _checked(table, source, before, action_names)
+        levels = max((_codes(table, source.files[0]).shape[1] for table, _ in pieces), default=0)
+    for table, place in tables_of(source, PIECE_CONTEXTS):
+        columns = _checked(table, place, action_names)
         events = len(columns["post_ids"])
         codes = _codes(table, source.files[0], levels) if levels else np.zeros((events, 0), np.int64)
         if len(codes) != events:
-            raise LogError(f"{place_of(source, before)} or below: {CODES} is not as long as {next(iter(LISTS))}")
+            raise TableError(f"{place(0)} or below: {CODES} is not as long as {next(iter(LISTS))}")
         growing.append(columns | {CODES: codes})
-        before += len(table)
 
 
 def _codes(table: pa.Table, where: str, levels: int = 0) -> NDArray[np.int64]:
-    """The content codes of the events, one history after the other, int64 `[e, q]`, q at least `levels`. Raises LogError."""
+    """The content codes of the events, one history after the other, int64 `[e, q]`, q at least `levels`. Raises TableError."""
     column = table.column(CODES).combine_chunks()
     if not pa.types.is_list(column.type):
-        raise LogError(f"{where}: {CODES} must be a list of lists of integers")
+        raise TableError(f"{where}: {CODES} must be a list of lists of integers")
     codes = rows_of_lists(pa.table({CODES: column.flatten()}), CODES, where, levels)
     if problem := problem_of_codes(codes):
-        raise LogError(f"{where}: {CODES} {problem[1]}")
+        raise TableError(f"{where}: {CODES} {problem[1]}")
     return codes
 
 
 def served_contexts(columns: Columns) -> ServedContexts:
-    """Contexts from the columns that `append_contexts` appended. Raises LogError for two of one id."""
+    """Contexts from the columns that `append_contexts` appended. Raises TableError for two of one id."""
     ids, stops = columns["ids"], np.cumsum(columns["lengths"])
     order = np.argsort(ids, kind="stable")
     if (same := ids[order][1:] == ids[order][:-1]).any():
-        raise LogError(f"{CONTEXTS}: two contexts have the context_id {ids[order][int(same.argmax())]}")
+        raise TableError(f"{CONTEXTS}: two contexts have the context_id {ids[order][int(same.argmax())]}")
     events: dict[str, Any] = {name: columns[name] for name in (*LISTS, "actions")}
     events[CODES] = columns.get(CODES, np.zeros((len(events["actions"]), 0), np.int64))
     return ServedContexts(ids[order], (stops - columns["lengths"])[order], stops[order], **events)
 
 
-def _checked(table: pa.Table, source: Table, before: int, action_names: tuple[str, ...]) -> Columns:
-    """The columns of a piece that begins behind `before` contexts. Raises LogError."""
-
-    def place(row: int) -> str:
-        return place_of(source, before + row)
-
+def _checked(table: pa.Table, place: Place, action_names: tuple[str, ...]) -> Columns:
+    """The columns of a piece of the contexts. Raises TableError."""
     ids: NDArray[np.uint64] = column_of(table, "context_id", pa.uint64(), place)
     if (ids == 0).any():
-        raise LogError(f"{place(int((ids == 0).argmax()))}: context_id must not be 0")
+        raise TableError(f"{place(int((ids == 0).argmax()))}: context_id must not be 0")
     lengths: NDArray[np.int64] | None = None
     events: Columns = {}
     for name, flat, sizes in _lists(table, action_names, place):
         if lengths is None:
             lengths = sizes
         elif (differ := sizes != lengths).any():
-            raise LogError(f"{place(int(differ.argmax()))}: {name} is not as long as {next(iter(LISTS))}")
+            raise TableError(f"{place(int(differ.argmax()))}: {name} is not as long as {next(iter(LISTS))}")
         events[name] = flat
         check: Check | None = problem_of_actions if name.startswith(ACTION_PREFIX) else CHECKS.get(name)
         problem: Problem | None = check(flat) if check else None
         if problem:
             row = int(np.searchsorted(np.cumsum(sizes), problem[0], "right"))
-            raise LogError(f"{place(row)}: {name} {problem[1]}")
+            raise TableError(f"{place(row)}: {name} {problem[1]}")
     assert lengths is not None
     actions = np.stack([events.pop(ACTION_PREFIX + name) for name in action_names], 1)
     return {"ids": ids, "lengths": lengths, **events, "actions": actions}
@@ -203,13 +196,13 @@ def _lists(
         column = table.column(name).combine_chunks()
         if column.null_count:
             row = pc.index(column.is_null(), True).as_py()
-            raise LogError(f"{place(row)}: {name} is null; write an empty list for no history")
+            raise TableError(f"{place(row)}: {name} is null; write an empty list for no history")
         try:
             flat = column.flatten()
             if flat.null_count:
-                raise LogError(f"{place(0)} or below: {name} has a null within a list")
+                raise TableError(f"{place(0)} or below: {name} has a null within a list")
             if kind == pa.uint64() and pa.types.is_floating(flat.type):
-                raise LogError(f"{place(0)} or below: {name} holds {flat.type}: a float cannot hold every id")
+                raise TableError(f"{place(0)} or below: {name} holds {flat.type}: a float cannot hold every id")
             yield name, flat.cast(kind).to_numpy(), pc.list_value_length(column).cast(pa.int64()).to_numpy()
         except (pa.ArrowException, AttributeError) as error:
-            raise LogError(f"{place(0)} or below: {name} must be a list of {kind} ({error})") from error
+            raise TableError(f"{place(0)} or below: {name} must be a list of {kind} ({error})") from error

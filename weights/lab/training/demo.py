@@ -21,7 +21,7 @@ from weights.lab.evaluate.evaluation import evaluate
 from weights.lab.evaluate.report import figures, write_evaluation
 from weights.lab.evaluate.retrieval import evaluate_retrieval, newest_posts
 from weights.lab.training.demo_example import example_request
-from weights.lab.training.example import EXAMPLE_NAME, NAMES_NAME
+from weights.lab.training.page_example import EXAMPLE_NAME, NAMES_NAME
 from weights.lab.training.run import train
 from weights.lab.training.settings import TrainSettings, demo_config
 from weights.lab.training.towers import TowerSettings, towers_config, train_towers

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from model.batch import Batch, collate, pad
 from model.config import MAX_DWELL_SECONDS, ModelConfig
-from model.inputs import Candidates, Context, age_bucket
+from model.inputs import Candidates, Context, age_bucket, codes_fitting
 from weights.lab.training.log import Log
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.values import codes_rule
 
 Request = tuple[Context, Candidates]
@@ -96,41 +96,31 @@ class Groups(Sequence[NDArray[np.int64]]):
         return sums
 
 
-class Examples:
-    """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request.
+class Histories:
+    """The requests of a log in time order, each with its user's history: what the user engaged with, in any way, strictly before it.
 
     `starts`, `stops` int64 `[R]`: the rows of request i are `starts[i] … stops[i] - 1`; `times` int64, `users` uint64 `[R]`. The history
-    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`. Nobody, user 0,
+    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `length` of `first[i] … last[i] - 1`. Nobody, user 0,
     has none. `event_rows` int64 `[E]`: where the log has the events. Where the log has the context that was served, `served[i]` is its
     place there, and that is the history instead; else -1. `history_lengths` int64 `[R]`: how many events a request reads.
-    `smoothed` float32 `[n, A]`: what training learns in place of the actions of the first n rows, if set.
-    Raises LogError for a log that does not fit the architecture.
     """
 
-    smoothed: NDArray[np.float32] | None = None
-
-    def __init__(self, log: Log, config: ModelConfig) -> None:
-        if log.actions.shape[1] != config.actions:
-            raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
-        if (surface := int(log.product_surface.max())) >= config.product_surfaces:
-            raise LogError(f"product_surface must be below {config.product_surfaces}, got {surface}")
-        _check_codes(log, config)
+    def __init__(self, log: Log, length: int) -> None:
         self.log = log
-        self.config = config
-        self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
+        self.starts = log.request_starts
         self.stops = np.append(self.starts[1:], len(log))
         self.times, self.users = log.impression_ts[self.starts], log.user_id[self.starts]
         engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
-        order, self.first, self.last = histories(
+        order, self.first, self.last = _earlier_events(
             log.user_id[engaged], log.impression_ts[engaged], self.users, self.times
         )
         self.event_rows = engaged[order]
-        self.oldest = np.maximum(self.first, self.last - config.history_length)
+        self.oldest = np.maximum(self.first, self.last - length)
         self.history_lengths = self.last - self.oldest
         self.served = np.full(len(self.starts), -1)
         if log.contexts is not None and log.context_id is not None:
             self.served = log.contexts.places(log.context_id[self.starts])
-            lengths = np.minimum(log.contexts.stops - log.contexts.starts, config.history_length)
+            lengths = np.minimum(log.contexts.stops - log.contexts.starts, length)
             if len(lengths):
                 self.history_lengths = np.where(self.served >= 0, lengths[self.served], self.history_lengths)
 
@@ -141,6 +131,30 @@ class Examples:
     def events(self) -> Log:
         """What users engaged with, by user, then time."""
         return self.log.take(self.event_rows)
+
+    @property
+    def request_of_rows(self) -> NDArray[np.int64]:
+        """The request of each row of the log, int64 `[n]`."""
+        return np.repeat(np.arange(len(self)), self.stops - self.starts)
+
+
+class Examples(Histories):
+    """Requests of a log with their histories, as a model of this architecture reads them, and what users did as labels.
+
+    `smoothed` float32 `[n, A]`: what training learns in place of the actions of the first n rows, if set.
+    Raises TableError for a log that does not fit the architecture.
+    """
+
+    smoothed: NDArray[np.float32] | None = None
+
+    def __init__(self, log: Log, config: ModelConfig) -> None:
+        if log.actions.shape[1] != config.actions:
+            raise TableError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
+        if (surface := int(log.product_surface.max())) >= config.product_surfaces:
+            raise TableError(f"product_surface must be below {config.product_surfaces}, got {surface}")
+        _check_codes(log, config)
+        super().__init__(log, config.history_length)
+        self.config = config
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -161,7 +175,7 @@ class Examples:
             log.product_surface[rows],
             log.dwell_seconds[rows],
             is_kept,
-            codes=_codes_as_read(log.codes[rows], self.config),
+            codes=self.codes(rows),
         )
 
     def history_posts(self, index: int) -> NDArray[np.uint64]:
@@ -179,7 +193,12 @@ class Examples:
         log = self.log
         ages = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config)
         columns = log.post_id[rows], log.author_id[rows], log.product_surface[rows], ages
-        return Candidates(*columns, codes=_codes_as_read(log.codes[rows], self.config))
+        return Candidates(*columns, codes=self.codes(rows))
+
+    def codes(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int64]:
+        """The content codes of the given rows as the model reads them, int64 `[n, Q]`; levels that the log lacks have code 0."""
+        codes = self.log.codes[rows]
+        return codes_fitting(codes, len(codes), self.config)
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """The labels of the given rows, one list per request, padded to the longest."""
@@ -257,21 +276,15 @@ class Examples:
 
 
 def _check_codes(log: Log, config: ModelConfig) -> None:
-    """Raises LogError for content codes that the model does not have. A model without codes reads none."""
+    """Raises TableError for content codes that the model does not have. A model without codes reads none."""
     levels, values = config.code_levels, config.code_values
     if levels and ((log.codes[:, :levels] > values).any() or log.codes[:, levels:].any()):
-        raise LogError(f"the content codes of the log do not fit the architecture: codes {codes_rule(levels, values)}")
+        raise TableError(
+            f"the content codes of the log do not fit the architecture: codes {codes_rule(levels, values)}"
+        )
 
 
-def _codes_as_read(codes: NDArray[np.int64], config: ModelConfig) -> NDArray[np.int64]:
-    """The content codes of some rows as the model reads them, int64 `[n, Q]`; levels that the log lacks have code 0."""
-    read = np.zeros((len(codes), config.code_levels), np.int64)
-    levels = min(codes.shape[1], config.code_levels)
-    read[:, :levels] = codes[:, :levels]
-    return read
-
-
-def histories(
+def _earlier_events(
     user_id: NDArray[np.uint64], impression_ts: NDArray[np.int64], of_user: NDArray[np.uint64], at: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """The order of events by user, then time, and for each request (of a user, at a time) its earlier events in that order: first, last.

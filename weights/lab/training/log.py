@@ -5,7 +5,6 @@ A log of at most IN_MEMORY_ROWS impressions is read into memory. A larger one is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -20,15 +19,16 @@ from numpy.typing import NDArray
 
 from model.bounds import LARGEST
 from model.inputs import NO_CODES
-from weights.lab.training.contexts import IMPRESSIONS, ServedContexts, open_contexts, read_contexts
+from weights.lab.training.contexts import ACTION_PREFIX, IMPRESSIONS, ServedContexts, open_contexts, read_contexts
 from weights.lab.training.texts import Texts
-from weights.table_files import Table, filesystem_of, open_table, place_of
+from weights.progress import Update
+from weights.table_files import CODES, Table, filesystem_of, open_table, place_of
 from weights.tables import (
     CHECKS,
     ID_TYPES,
     Check,
-    LogError,
     Place,
+    TableError,
     check_values,
     column_of,
     flags_of,
@@ -46,7 +46,6 @@ from weights.values import (
     problem_of_weights,
 )
 
-ACTION_PREFIX = "action."
 COLUMNS = {
     "request_id": pa.uint64(),
     "impression_ts": pa.int64(),
@@ -57,8 +56,6 @@ COLUMNS = {
     "created_at": pa.int64(),
     "dwell_seconds": pa.float32(),
 }
-CODES = "codes"
-"""An optional column: a list of content codes for each impression."""
 OPTIONAL_COLUMNS = {
     "position": pa.int64(),
     "propensity": pa.float64(),
@@ -78,12 +75,8 @@ IDS_KEY, HASHES = b"phoenix_ranker.ids", b"hashes of texts"
 """In the metadata of a log's Parquet files: its ids are the hashes of texts, as a checkpoint with ids that are texts reads them."""
 
 
-class HashesError(LogError):
+class HashesError(TableError):
     """A log holds the hashes of texts, and its ids are to be integers."""
-
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how many rows of how many are done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,9 +137,9 @@ class Log:
         """The impressions shown at this time, Unix seconds, or later."""
         return self.take(slice(int(np.searchsorted(self.impression_ts, from_ts)), len(self)))
 
-    def known_rows(self, action: int) -> NDArray[np.bool_] | slice:
-        """The rows of which it is known whether the action, by its place, was taken."""
-        return slice(None) if self.unknown is None else ~self.unknown[:, action]
+    def known_rows(self, action: int) -> NDArray[np.bool_]:
+        """The rows of which it is known whether the action, by its place, was taken, bool `[n]`."""
+        return np.ones(len(self), bool) if self.unknown is None else ~self.unknown[:, action]
 
     @property
     def known_actions(self) -> NDArray[np.bool_]:
@@ -169,9 +162,14 @@ class Log:
         return np.unique(2 * ids + nobody, return_inverse=True)[1]  # a user may have the number of a request
 
     @property
+    def request_starts(self) -> NDArray[np.int64]:
+        """The first row of each request, int64 `[R]`; the rows of one are adjacent."""
+        return np.flatnonzero(np.append(True, self.request_id[1:] != self.request_id[:-1])[: len(self)])
+
+    @property
     def requests(self) -> int:
-        """The number of requests; the rows of one are adjacent."""
-        return int(np.count_nonzero(self.request_id[1:] != self.request_id[:-1])) + min(len(self), 1)
+        """The number of requests."""
+        return len(self.request_starts)
 
     def ids(self, name: str, rows: NDArray[np.int64]) -> list[str]:
         """The ids of one column as callers write them: texts or decimals."""
@@ -225,7 +223,7 @@ def read_log(
     ids: IdKind = "uint64",
     surfaces: int = LARGEST["product_surfaces"],
     cache: Path | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Update = lambda what, done, total: None,
 ) -> Log:
     """Read and check a log, sorted by time, then request. `surfaces`: how many product surfaces the model knows.
 
@@ -233,7 +231,7 @@ def read_log(
     served. `cache`: a directory that keeps the log, sorted, for the next time. Without it, a log of more than IN_MEMORY_ROWS is kept in
     `mapped.default_cache()`, and a smaller one is read into memory.
 
-    Raises LogError, which names the file and the row, for a log that cannot be used; HashesError as `open_log`.
+    Raises TableError, which names the file and the row, for a log that cannot be used; HashesError as `open_log`.
     """
     source = open_log(path, ids)
     contexts = open_contexts(path)
@@ -247,19 +245,19 @@ def read_log(
 
             log, served = mapped_log(source, contexts, str(path), ids, surfaces, cache, progress)
     except MemoryError as error:
-        raise LogError(f"{path} does not fit into this machine's memory: give --cache, a directory for it") from error
+        raise TableError(f"{path} does not fit into this machine's memory: give --cache, a directory for it") from error
     except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise TableError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     if served is None:
         return log
     if log.context_id is None:
-        raise LogError(f"{path} has contexts, but its impressions lack the column context_id, which names them")
+        raise TableError(f"{path} has contexts, but its impressions lack the column context_id, which names them")
     served.check(log.context_id, log.request_id, str(path))
     return replace(log, contexts=served)
 
 
 def open_log(path: Path | str, ids: IdKind = "uint64") -> Table:
-    """Open the impressions of a log for reading in pieces. Raises LogError; HashesError for hashes of texts where `ids` are integers."""
+    """Open the impressions of a log for reading in pieces. Raises TableError; HashesError for hashes of texts where `ids` are integers."""
     filesystem, place = filesystem_of(path)
     inner = f"{str(path).rstrip('/')}/{IMPRESSIONS}"
     is_pair = filesystem.get_file_info(f"{place.rstrip('/')}/{IMPRESSIONS}").type is pa.fs.FileType.Directory
@@ -278,11 +276,11 @@ def log_of(
 ) -> Log:
     """Check the columns of a table and sort its rows by time, then request.
 
-    Raises LogError, which names the table `where`, and a row as `place` names it.
+    Raises TableError, which names the table `where`, and a row as `place` names it.
     """
     names = action_names(table.schema, where)
     if not len(table):
-        raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
+        raise TableError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     place = place or (lambda row: f"{where}, row {row + 1}")
     columns, texts = checked_columns(table, where, ids, surfaces, place)
     unknown = columns.pop("unknown")
@@ -298,7 +296,7 @@ def checked_columns(
     """The columns of some rows of a log by the names of the fields of `Log`, in the table's order, and the texts of their ids.
     `code_levels`: how many levels the content codes have at least.
 
-    Raises LogError.
+    Raises TableError.
     """
     names = action_names(table.schema, where)
     ids = kind_of(table.schema, where, ids)
@@ -363,26 +361,26 @@ def log_checks(surfaces: int) -> dict[str, Check]:
 
 
 def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
-    """The actions of a log with these columns. Raises LogError if there are none, for a name that no checkpoint may have, and for
+    """The actions of a log with these columns. Raises TableError if there are none, for a name that no checkpoint may have, and for
     unknown columns."""
     actions = tuple(name.removeprefix(ACTION_PREFIX) for name in schema.names if name.startswith(ACTION_PREFIX))
     if not actions:
-        raise LogError(f"{where} has no column {ACTION_PREFIX}…: it needs one boolean column for each action")
+        raise TableError(f"{where} has no column {ACTION_PREFIX}…: it needs one boolean column for each action")
     for name in actions:
         if problem := action_name_problem(name):
-            raise LogError(f"{where}: the action name {name[:64]!r} {problem}")
+            raise TableError(f"{where}: the action name {name[:64]!r} {problem}")
     unknown = set(schema.names) - {*COLUMNS, *OPTIONAL_COLUMNS, CODES} - {ACTION_PREFIX + name for name in actions}
     if unknown:
-        raise LogError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")
+        raise TableError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")
     return actions
 
 
 def aligned(log: Log, names: tuple[str, ...]) -> Log:
-    """A log with its actions in the checkpoint's order. Raises LogError if it lacks one."""
+    """A log with its actions in the checkpoint's order. Raises TableError if it lacks one."""
     if names == log.action_names:
         return log
     if missing := set(names) - set(log.action_names):
-        raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
+        raise TableError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
     order = [log.action_names.index(name) for name in names]
     unknown = None if log.unknown is None else log.unknown[:, order]
     contexts = None if log.contexts is None else log.contexts.with_actions(order)
@@ -390,16 +388,16 @@ def aligned(log: Log, names: tuple[str, ...]) -> Log:
 
 
 def check_requests(log: Log, place: Place) -> None:
-    """Raises LogError, which names a row by `place`, if impressions of one request differ in user, time or context. The log must be sorted
-    and not empty."""
+    """Raises TableError, which names a row by `place`, if impressions of one request differ in user, time or context. The log must be
+    sorted and not empty."""
     request, one = log.request_id, "impressions of one request_id differ in"
     begins = request[1:] != request[:-1]  # by time: a request's rows are adjacent
     columns = {"user_id": log.user_id, "context_id": log.context_id, "impression_ts": log.impression_ts}
     for name, values in columns.items():
         if values is not None and (differs := ~begins & (values[1:] != values[:-1])).any():
-            raise LogError(f"{place(int(differs.argmax()) + 1)}: {one} {name}")
-    first = np.append(0, np.flatnonzero(begins) + 1)
+            raise TableError(f"{place(int(differs.argmax()) + 1)}: {one} {name}")
+    first = log.request_starts
     met, count = np.unique(request[first], return_counts=True)
     if len(met) < len(first):
         again = np.flatnonzero(request[first] == met[count > 1][0])[1]
-        raise LogError(f"{place(int(first[again]))}: {one} impression_ts")
+        raise TableError(f"{place(int(first[again]))}: {one} impression_ts")

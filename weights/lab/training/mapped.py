@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from numpy.typing import NDArray
 from weights.format.writer import written_beside
 from weights.lab.training.columns import Columns, InFiles, mapped_columns
 from weights.lab.training.contexts import ServedContexts, append_contexts, served_contexts
-from weights.lab.training.log import CODES, Log, Progress, action_names, check_requests, checked_columns
+from weights.lab.training.log import Log, action_names, check_requests, checked_columns
 from weights.lab.training.texts import Texts
-from weights.table_files import Table, check_unchanged, files_of, place_of, tables_of
-from weights.tables import LogError, rows_of_lists
+from weights.progress import Update
+from weights.table_files import CODES, Table, check_unchanged, files_of, place_of, tables_of
+from weights.tables import TableError, rows_of_lists
 from weights.text_ids import IdKind
 
 FORMAT = 2
@@ -50,12 +50,12 @@ def mapped_log(
     ids: IdKind,
     surfaces: int,
     cache: Path | None,
-    progress: Progress,
+    progress: Update,
 ) -> tuple[Log, ServedContexts | None]:
     """A log whose columns are mapped from its sorted copy in `cache` (None: `default_cache()`), which is made if it is not there.
 
     The copy is of these files, as they are now: their paths, sizes and times. Where a file system says nothing that changes with a file,
-    it is made again each time. Raises LogError, which names the file and the row, or the cache where that cannot be written.
+    it is made again each time. Raises TableError, which names the file and the row, or the cache where that cannot be written.
     """
     actions = action_names(source.schema, where)
     cache = cache or default_cache()
@@ -75,32 +75,32 @@ def mapped_log(
         log = Log(**columns, action_names=actions, texts=_read_texts(copy / TEXTS, where))
         served = served_contexts(mapped_columns(copy / SERVED)) if contexts else None
     except (OSError, ValueError) as error:
-        raise LogError(f"{copy} is damaged ({error}): remove it, and it is made again") from error
+        raise TableError(f"{copy} is damaged ({error}): remove it, and it is made again") from error
     check_requests(log, lambda row: place_of(source, int(rows[row])))
     return log, served
 
 
 @contextmanager
 def _cache_named(cache: Path, where: str) -> Iterator[None]:
-    """Turn what DuckDB says, and that the disk is full, into a LogError."""
+    """Turn what DuckDB says, and that the disk is full, into a TableError."""
     try:
         yield
     except (duckdb.Error, OSError) as error:
         if isinstance(error, OSError) and error.errno not in FULL:
             raise
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error).splitlines()[0]
-        raise LogError(
+        raise TableError(
             f"{cache} cannot take the sorted copy of {where} ({reason}): make room there, or name another place with --cache"
         ) from error
 
 
 def _write(
-    copy: Path, source: Table, contexts: Table | None, where: str, ids: IdKind, surfaces: int, progress: Progress
+    copy: Path, source: Table, contexts: Table | None, where: str, ids: IdKind, surfaces: int, progress: Update
 ) -> None:
-    """Write the sorted copy of a log. Raises LogError."""
+    """Write the sorted copy of a log. Raises TableError."""
     before, rows = files_of(source), source.count_rows()
     if not rows:
-        raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
+        raise TableError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     sorting = copy / "sorting"
     sorting.mkdir()
     settings: dict[str, Any] = {
@@ -145,12 +145,12 @@ def _write(
 
 
 def _pieces(
-    source: Table, where: str, ids: IdKind, surfaces: int, rows: int, progress: Progress
+    source: Table, where: str, ids: IdKind, surfaces: int, rows: int, progress: Update
 ) -> Iterator[tuple[Columns, Texts | None]]:
     """The checked columns of the log, piece by piece, each with the number of its row in the log."""
     done, levels = 0, _code_levels(source)
-    for table in tables_of(source, PIECE_ROWS):
-        columns, texts = checked_columns(table, where, ids, surfaces, partial(_place, source, done), levels)
+    for table, place in tables_of(source, PIECE_ROWS):
+        columns, texts = checked_columns(table, where, ids, surfaces, place, levels)
         columns["row"] = np.arange(done, done + len(table))
         done += len(table)
         progress("Reading the log", done, rows)
@@ -158,18 +158,11 @@ def _pieces(
 
 
 def _code_levels(source: Table) -> int:
-    """How many levels of content codes some row of the log has. Raises LogError."""
+    """How many levels of content codes some row of the log has. Raises TableError."""
     if CODES not in source.schema.names:
         return 0
-    done, most = 0, 0
-    for table in tables_of(source, PIECE_ROWS, [CODES]):
-        most = max(most, rows_of_lists(table, CODES, partial(_place, source, done)).shape[1])
-        done += len(table)
-    return most
-
-
-def _place(source: Table, before: int, row: int) -> str:
-    return place_of(source, before + row)
+    pieces = tables_of(source, PIECE_ROWS, [CODES])
+    return max((rows_of_lists(table, CODES, place).shape[1] for table, place in pieces), default=0)
 
 
 def _packed(columns: dict[str, Any]) -> dict[str, NDArray[Any]]:

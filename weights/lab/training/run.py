@@ -20,7 +20,7 @@ from weights.lab.training.log import Log, date_of
 from weights.lab.training.settings import VALIDATION_SHARE, TrainSettings
 from weights.lab.training.state import identity_of, load_state, save_state
 from weights.lab.training.trainer import Status, Trainer
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.values import time_problem
 
 
@@ -42,7 +42,7 @@ def train(
     of the continuous outputs, or by none. `state`: a directory that keeps the run, for `resume`.
 
     Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
-    Raises LogError for a split outside the log or a log too small to split, StateError if `resume` finds no state of this run in `state`,
+    Raises TableError for a split outside the log or a log too small to split, StateError if `resume` finds no state of this run in `state`,
     ValueError if `device` is not available, TrainingError if the validation loss never was finite.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -79,11 +79,11 @@ def reproducible(threads: int) -> Iterator[None]:
 
 
 def check_split(log: Log, split_ts: int) -> None:
-    """Raises LogError for a time that leaves no request before it, or none from it on; the message names the log's range."""
+    """Raises TableError for a time that leaves no request before it, or none from it on; the message names the log's range."""
     if problem := time_problem(split_ts):
-        raise LogError(f"the time of the split {problem}; the log covers {log.span}")
+        raise TableError(f"the time of the split {problem}; the log covers {log.span}")
     if not log.impression_ts[0] < split_ts <= log.impression_ts[-1]:
-        raise LogError(f"the split at {split_ts} ({date_of(split_ts)}) lies outside the log, which covers {log.span}")
+        raise TableError(f"the split at {split_ts} ({date_of(split_ts)}) lies outside the log, which covers {log.span}")
 
 
 def validation_requests(examples: Examples, until_ts: int | None, share: float = VALIDATION_SHARE) -> NDArray[np.int64]:
@@ -96,17 +96,16 @@ def validation_begins(log: Log, until_ts: int | None, settings: TrainSettings) -
     """The time of the first request that `train` validates on, Unix seconds."""
     past = log if until_ts is None else log.before(until_ts)
     _, validation = split(past.requests, settings.validation_requests, settings.validation_share)
-    starts = np.flatnonzero(np.append(True, past.request_id[1:] != past.request_id[:-1]))
-    return int(past.impression_ts[starts[validation[0]]])
+    return int(past.impression_ts[past.request_starts[validation[0]]])
 
 
 def split(
     requests: int, validation_requests: int, share: float = VALIDATION_SHARE
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices to train on, and an even sample of at most `validation_requests` of the last `share` to validate on. Raises LogError."""
+    """Indices to train on, and an even sample of at most `validation_requests` of the last `share` to validate on. Raises TableError."""
     cut = min(int(requests * (1 - share)), requests - 1)
     if cut < 1:
-        raise LogError(
+        raise TableError(
             f"a training period of {requests} request{'s' * (requests != 1)} is too short: some must be kept to validate"
         )
     last = np.arange(cut, requests)

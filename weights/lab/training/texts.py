@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from weights.tables import LogError
+from weights.tables import TableError
 from weights.text_ids import text_ids
 
 
@@ -28,18 +28,18 @@ class Texts:
 
     @classmethod
     def of_columns(cls, columns: Iterable[pa.DictionaryArray], where: str) -> Texts:
-        """The texts of some columns. Raises LogError, which names the table `where`, where two texts have one id."""
+        """The texts of some columns. Raises TableError, which names the table `where`, where two texts have one id."""
         return cls.of_texts(pa.concat_arrays([column.dictionary for column in columns]).unique(), where)
 
     @classmethod
     def of_texts(cls, texts: pa.Array, where: str) -> Texts:
-        """These texts, all different. Raises LogError, which names the table `where`, where two of them have one id."""
+        """These texts, all different. Raises TableError, which names the table `where`, where two of them have one id."""
         ids = text_ids(texts.to_pylist())
         order = np.argsort(ids, kind="stable")
         ids, texts = ids[order], texts.take(pa.array(order))
         if (same := ids[1:] == ids[:-1]).any():
             first = int(same.argmax())
-            raise LogError(
+            raise TableError(
                 f"{where}: {texts[first].as_py()!r} and {texts[first + 1].as_py()!r} have one hash, so a model cannot tell them apart"
             )
         return cls(ids, texts)

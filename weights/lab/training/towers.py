@@ -7,7 +7,6 @@ to avoid popular posts. Where most posts are new when they are ranked, the share
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -20,17 +19,18 @@ from torch.nn import functional
 
 from model.batch import collate, hash_rows
 from model.config import ModelConfig, RetrievalConfig
-from model.inputs import NO_CANDIDATES, codes_as_read
+from model.inputs import NO_CANDIDATES
 from model.names import checkpoint_parameters
 from model.retrieval.towers import Towers
-from weights.actions import default_score_weights
+from weights.actions import default_score_weights, weight_vector
 from weights.lab.training import initial
 from weights.lab.training.choices import MOSTLY_HIDDEN, Plan, new_shares
 from weights.lab.training.examples import Examples, hide
 from weights.lab.training.log import Log
 from weights.lab.training.run import reproducible
 from weights.lab.training.settings import COUNT, FACTOR, NORM, RATE, SEED, SHARE, THREADS, WEIGHT, check_fields
-from weights.tables import LogError
+from weights.lab.training.trainer import rate_at
+from weights.tables import TableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,8 @@ class TowerSettings:
     # users shown without id, so the towers learn to use the history of unknown users
     hidden_user_share: Annotated[float, SHARE] = 0.3
     hidden_post_share: Annotated[float, SHARE] = 0.85  # posts shown under an id never seen, as most are when served
-    negatives_by: Literal["author", "post"] = (
-        "author"  # whose share corrects a post's logit, and whose posts are no negatives of its own
-    )
+    # whose share corrects a post's logit, and whose posts are no negatives of its own
+    negatives_by: Literal["author", "post"] = "author"
     threads: Annotated[int, THREADS] = 1
 
     def __post_init__(self) -> None:
@@ -68,7 +67,7 @@ LIKED_PASSES, STEPS = 5.5, (150, 2000)
 def tower_settings(log: Log, plan: Plan) -> TowerSettings:
     """Decide how the towers learn from what `plan` saw in the log: hidden ids as the ranker's, whose share corrects, how many steps."""
     training = log if plan.until_ts is None else log.before(plan.until_ts)
-    worth = training.actions @ np.array([plan.score_weights.get(name, 0.0) for name in log.action_names])
+    worth = training.actions @ weight_vector(plan.score_weights, log.action_names)
     liked = len(np.unique(training.request_id[worth > 0]))
     hidden = plan.settings.hidden_post_share
     settings = TowerSettings(
@@ -98,10 +97,10 @@ class Pairs:
     def __init__(self, examples: Examples, weights: Mapping[str, float], key: Literal["author", "post"]) -> None:
         log = examples.log
         self.examples = examples
-        self.worth = log.actions @ np.array([weights.get(name, 0.0) for name in log.action_names])
+        self.worth = log.actions @ weight_vector(weights, log.action_names)
         is_by_author = (log.author_id != 0) & (key == "author")
         self.key: NDArray[np.uint64] = np.where(is_by_author, log.author_id, log.post_id)
-        request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+        request = examples.request_of_rows
         liked, passed = self.worth > 0, ~log.actions.any(1)
         if log.unknown is not None:  # an action that nobody knows of may have been taken
             passed &= ~log.unknown.any(1)
@@ -131,21 +130,22 @@ def train_towers(
 ) -> Towers:
     """Train on the requests before `until_ts`, or on all. `weights` of actions: a row whose sum is above 0 was liked; None: X's weights.
 
-    `report` is called with steps done, total steps and the loss. Raises LogError if no post was liked.
+    `report` is called with steps done, total steps and the loss. Raises TableError if no post was liked.
     """
     seen = log if until_ts is None else log.before(until_ts)
     scored = default_score_weights(log.action_names) if weights is None else weights
     pairs = Pairs(Examples(seen, config), scored, settings.negatives_by)
     if not len(pairs.requests):
-        raise LogError("the training period holds no post with an action of positive weight: there is nothing to learn")
+        raise TableError(
+            "the training period holds no post with an action of positive weight: there is nothing to learn"
+        )
     with reproducible(settings.threads):
         towers = initial_towers(config, torch.Generator().manual_seed(settings.seed))
         optimizer = torch.optim.AdamW(
             towers.parameters(), settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
         )
         for step in range(settings.steps):
-            warm = min(1.0, (step + 1) / settings.warmup_steps)
-            rate = settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+            rate = rate_at(step, settings.learning_rate, settings.warmup_steps, settings.steps)
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
             loss = batch_loss(towers, pairs, settings, np.random.default_rng((settings.seed, step)))
@@ -196,7 +196,7 @@ def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.ra
     vectors = towers.posts(
         torch.from_numpy(hash_rows(posts, config.post_hashes)),
         torch.from_numpy(hash_rows(authors, config.author_hashes)),
-        torch.from_numpy(codes_as_read(log.codes[rows], config)),
+        torch.from_numpy(examples.codes(rows)),
     )
     logits = users @ vectors.T / settings.temperature - torch.from_numpy(pairs.log_share[rows])
     key = pairs.key[rows]

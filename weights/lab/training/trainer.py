@@ -85,6 +85,12 @@ def epoch_batches(sizes: NDArray[np.int64], batch: int, rng: np.random.Generator
     return batches
 
 
+def rate_at(step: int, largest: float, warmup_steps: int, steps: int) -> float:
+    """The learning rate of a step, from 0: linear warm-up, then half a cosine down to 0 at the last of `steps`."""
+    warm = min(1.0, (step + 1) / warmup_steps)
+    return largest * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
 class Trainer:
     """Trains one ranker, from `start`'s weights if given. `train` and `validation` are indices of requests in `examples`.
 
@@ -209,10 +215,8 @@ class Trainer:
         self.step += 1
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to 0 at the last step."""
-        settings = self.settings
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+        """See `rate_at`."""
+        return rate_at(step, self.settings.learning_rate, self.warmup_steps, self.steps)
 
     @torch.inference_mode()
     def evaluate(self) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.lab.world.settings import DAY_SECONDS, SURFACES, WorldSettings
+from weights.lab.world.settings import SURFACES, WorldSettings
+from weights.values import DAY_SECONDS
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

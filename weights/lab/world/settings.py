@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from weights.lab.training.settings import COUNT, FACTOR, SEED, SHARE, WEIGHT, Within, check_fields
+from weights.values import DAY_SECONDS
 
-DAY_SECONDS = 86_400
 HOUR_SECONDS = 3_600
 SURFACES = ("home", "following", "search", "video", "explore")
 DAYS = Within(1, 10_000)

@@ -33,7 +33,8 @@ from weights.lab.world.population import (
     interest,
     regard_now,
 )  # fmt: skip
-from weights.lab.world.settings import DAY_SECONDS, HOUR_SECONDS, SURFACES, WorldSettings
+from weights.lab.world.settings import HOUR_SECONDS, SURFACES, WorldSettings
+from weights.values import DAY_SECONDS
 
 SILENT_CODES = 16  # values of the code that says nothing
 OTHER_SURFACES = (0.45, 0.0, 0.15, 0.2, 0.2)  # shares for authors that the user does not follow

@@ -21,6 +21,7 @@ import pyarrow.csv  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from tests.support.full_disk import full_disk  # noqa: E402
+from tests.support.random_models import random_model, retrieval_config  # noqa: E402
 from tests.weights.call import call, run  # noqa: E402
 from tests.weights.lab.training.small_run import WORLD, small_config  # noqa: E402
 from weights.actions import DWELL_TIME, default_score_weights  # noqa: E402
@@ -28,7 +29,6 @@ from weights.checkpoint import save_checkpoint  # noqa: E402
 from weights.lab.training.log import write_log  # noqa: E402
 from weights.lab.world.behaviour import ACTION_NAMES  # noqa: E402
 from weights.lab.world.simulate import World  # noqa: E402
-from weights.synthetic.random_weights import random_model, random_ranker, retrieval_config  # noqa: E402
 
 ROWS = 600
 Change = Callable[[Any], Any]
@@ -41,7 +41,7 @@ def desk(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     desk, training = tmp_path_factory.mktemp("desk"), {"until_ts": WORLD.test_ts}
     write_log(desk / "log.parquet", world.log)
     save_checkpoint(
-        desk / "ranker", random_ranker(small_config(), 1), name="ranker", action_names=ACTION_NAMES,
+        desk / "ranker", random_model(small_config(), 1), name="ranker", action_names=ACTION_NAMES,
         continuous=(DWELL_TIME,), score_weights=default_score_weights(ACTION_NAMES), training=training,
     )  # fmt: skip
     towers = random_model(retrieval_config(small_config()), 1)

@@ -17,7 +17,15 @@ from model.synthetic import random_ranker
 from tests.support.full_disk import full_disk
 from tests.weights.lab.training.small_run import WORLD, small_config
 from weights.lab.evaluate.baselines import BASELINES, SIMPLE
-from weights.lab.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate, on_own_validation
+from weights.lab.evaluate.evaluation import (
+    METRICS,
+    MODEL,
+    OPTIMUM,
+    BaselineComparison,
+    Evaluation,
+    evaluate,
+    on_own_validation,
+)
 from weights.lab.evaluate.metrics import Figure
 from weights.lab.evaluate.predict import ABLATIONS, predict
 from weights.lab.evaluate.report import figures, headline_table, write_evaluation
@@ -106,7 +114,7 @@ def test_actions_that_are_rare_or_never_happen_have_a_report(world: World, ranke
 
 def test_the_verdict_names_the_closest_baseline_or_the_loss(evaluation: Evaluation) -> None:
     def told(*gains: Figure) -> str:
-        made = [Comparison("favorite", METRICS[i], "popularity", gain) for i, gain in enumerate(gains)]
+        made = [BaselineComparison("favorite", METRICS[i], "popularity", gain) for i, gain in enumerate(gains)]
         return replace(evaluation, comparisons=made).verdict()
 
     won, doubtful, lost = Figure(0.2, 0.1, 0.3), Figure(0.01, -0.02, 0.04), Figure(-0.03, -0.05, -0.01)

@@ -12,6 +12,7 @@ from typer.testing import Result
 pytest.importorskip("sklearn")
 
 from model.exploration import draw_order, gumbel_noise
+from tests.support.random_models import random_model
 from tests.weights.call import call
 from tests.weights.lab.training.small_run import small_config
 from weights.actions import DWELL_TIME
@@ -19,8 +20,7 @@ from weights.checkpoint import save_checkpoint
 from weights.lab.evaluate.off_policy import Estimates, Rankings, off_policy, rankings_of
 from weights.lab.training.log import Log, write_log
 from weights.lab.world.simulate import World
-from weights.synthetic.random_weights import random_ranker
-from weights.tables import LogError
+from weights.tables import TableError
 
 POSTS, USERS, PER_USER = 5, 100, 3
 TEMPERATURE = 0.7
@@ -99,7 +99,7 @@ def test_a_log_without_exploration_is_refused() -> None:
         **{name: getattr(rankings, name) for name in Rankings.__dataclass_fields__ if name != "propensity"},
         propensity=np.zeros(len(rankings.request)),
     )
-    with pytest.raises(LogError, match="served without exploration"):
+    with pytest.raises(TableError, match="served without exploration"):
         off_policy(without, TEMPERATURE)
 
 
@@ -124,7 +124,7 @@ def test_rankings_with_an_unknown_reward_are_left_out(place: int) -> None:
     assert estimates.unknown == 100
     assert replace(estimates, unknown=0) == off_policy(rankings.take(~is_of_third), TEMPERATURE)
     assert estimates.lines()[0] == "left out: 100 rankings with a post whose reward is unknown"
-    with pytest.raises(LogError, match="each ranking has a post of which the log does not know"):
+    with pytest.raises(TableError, match="each ranking has a post of which the log does not know"):
         off_policy(replace(rankings, reward=np.where(rankings.position == place, np.nan, rankings.reward)), TEMPERATURE)
 
 
@@ -132,7 +132,7 @@ def test_rankings_with_an_unknown_reward_are_left_out(place: int) -> None:
 def test_a_log_that_lacks_ranked_posts_is_refused(lacking: int) -> None:
     rankings = Market(1).logged()
     is_there = (rankings.position != lacking) | (rankings.request % 3 > 0)
-    with pytest.raises(LogError, match="100 of 300 rankings lack posts that were ranked"):
+    with pytest.raises(TableError, match="100 of 300 rankings lack posts that were ranked"):
         off_policy(rankings.take(is_there), TEMPERATURE)
 
 
@@ -141,7 +141,7 @@ def test_a_log_that_does_not_tell_the_order_is_refused(place: int) -> None:
     """Places that are unknown, or the same for two posts."""
     rankings = Market(1).logged()
     position = np.where(rankings.position == 2, place, rankings.position)
-    with pytest.raises(LogError, match="300 of 300 rankings lack posts that were ranked, or their places"):
+    with pytest.raises(TableError, match="300 of 300 rankings lack posts that were ranked, or their places"):
         off_policy(replace(rankings, position=position), TEMPERATURE)
 
 
@@ -158,7 +158,7 @@ def explored(world: World, tmp_path: Path) -> Log:
     position = np.concatenate([np.arange(1, size + 1) for size in sizes])
     propensity = np.concatenate([1 / np.arange(size, 0, -1) for size in sizes])
     save_checkpoint(
-        tmp_path / "ranker", random_ranker(small_config(), 1), name="random", action_names=log.action_names,
+        tmp_path / "ranker", random_model(small_config(), 1), name="random", action_names=log.action_names,
         continuous=(DWELL_TIME,), score_weights={"favorite": 1.0, "reply": 0.1},
     )  # fmt: skip
     return replace(part, position=position, propensity=propensity)
@@ -201,7 +201,7 @@ def test_what_is_predicted_leaves_out_what_nobody_knows(explored: Log) -> None:
     one, log, ranker = (
         both * (np.arange(len(both)) == favorite),
         replace(explored, unknown=unknown),
-        random_ranker(small_config(), 1),
+        random_model(small_config(), 1),
     )
     found, alone = (rankings_of(ranker, log, 0, weights) for weights in (both, one))
     assert np.array_equal(found.predicted, alone.predicted)

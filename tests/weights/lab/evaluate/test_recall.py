@@ -15,7 +15,7 @@ from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
 from weights.lab.training.towers import initial_towers, towers_config
 from weights.lab.world.simulate import World
-from weights.tables import LogError
+from weights.tables import TableError
 
 
 def recalls(world: World, log: Log, worth: np.ndarray) -> Recalls:
@@ -56,7 +56,7 @@ def test_what_was_liked_before_is_nothing_to_find(world: World) -> None:
         rows = examples.rows(int(index))
         again[rows] = np.isin(log.post_id[rows], examples.history_posts(int(index)))
     assert (liked(log) * again).any()
-    with pytest.raises(LogError, match="in its user's history already"):
+    with pytest.raises(TableError, match="in its user's history already"):
         recalls(world, log, liked(log) * again)
 
 

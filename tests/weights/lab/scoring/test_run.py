@@ -22,7 +22,7 @@ from tests.weights.lab.scoring.test_scorer import DEMO, as_table, by_key
 from weights.lab.scoring.run import RunError, score_log
 from weights.lab.scoring.scorer import Scorer
 from weights.lab.world.simulate import World
-from weights.tables import LogError
+from weights.tables import TableError
 
 PARTS = 5
 
@@ -142,7 +142,7 @@ def test_a_second_job_in_one_place_is_refused_meanwhile(
 
 def test_a_log_that_changes_while_it_is_read_is_refused(scorer: Scorer, log: Path, tmp_path: Path) -> None:
     mine = Path(shutil.copy(log, tmp_path / "log.parquet"))
-    with pytest.raises(LogError, match=r"log\.parquet was changed while it was read"):
+    with pytest.raises(TableError, match=r"log\.parquet was changed while it was read"):
         score_log(mine, tmp_path / "out", scorer, 0, PARTS, lambda *_: mine.touch())
     assert not written(tmp_path / "out")
 
@@ -185,7 +185,7 @@ def test_what_a_request_may_not_have_a_log_may_not_either(
             file.write_text("\n".join(map(json.dumps, part)))
         else:
             pq.write_table(pa.Table.from_pylist(part, pq.read_schema(log)), file)
-    with pytest.raises(LogError, match=rf"b{suffix}, (line|row) 6: created_at must be Unix seconds, .*milliseconds"):
+    with pytest.raises(TableError, match=rf"b{suffix}, (line|row) 6: created_at must be Unix seconds, .*milliseconds"):
         score_log(tmp_path / "logs", tmp_path / "out", scorer)
 
 

@@ -22,7 +22,7 @@ from weights.errors import CheckpointError
 from weights.lab.scoring.scorer import Scorer
 from weights.lab.training.log import COLUMNS, log_of
 from weights.lab.world.simulate import World
-from weights.tables import LogError
+from weights.tables import TableError
 
 DEMO = Path("weights/demo")
 OPTIONS = EngineOptions(threads=1)
@@ -77,7 +77,7 @@ def test_some_actions_alone_and_none_that_the_checkpoint_lacks(scorer: Scorer, t
 
 
 def test_a_log_that_lacks_an_action_is_refused(scorer: Scorer, table: Any) -> None:
-    with pytest.raises(LogError, match="lacks actions of the checkpoint: report"):
+    with pytest.raises(TableError, match="lacks actions of the checkpoint: report"):
         scorer.score_table(table.drop_columns(["action.report"]))
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from model.config import HashSpec, ModelConfig
-from weights.lab.training.example import request_body
 from weights.lab.training.examples import Examples
+from weights.lab.training.page_example import request_body
 from weights.lab.training.run import split
 from weights.lab.training.settings import TrainSettings, demo_config
 from weights.lab.training.trainer import Trainer

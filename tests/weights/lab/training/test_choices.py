@@ -17,7 +17,7 @@ from weights.lab.training.choices import Plan, new_shares, plan, propose_score_w
 from weights.lab.training.log import Log
 from weights.lab.training.settings import TrainSettings
 from weights.lab.world.simulate import World
-from weights.tables import LogError
+from weights.tables import TableError
 
 DAY = 86_400
 
@@ -60,7 +60,7 @@ def test_the_newest_fifth_is_held_out_unless_told_otherwise(log: Log) -> None:
     assert (log.impression_ts < until).mean() == pytest.approx(0.8, abs=0.01)
     assert plan(log, hold_out=False).until_ts is None
     assert plan(log, until_ts=WORLD.test_ts).until_ts == WORLD.test_ts
-    with pytest.raises(LogError, match="2026-06-01 … 2026-06-10"):
+    with pytest.raises(TableError, match="2026-06-01 … 2026-06-10"):
         plan(log, until_ts=WORLD.end_ts + DAY)
 
 
@@ -245,14 +245,14 @@ USELESS: dict[str, Callable[[Log], Log]] = {
 
 @pytest.mark.parametrize("reason", USELESS)
 def test_a_log_that_teaches_nothing_is_refused_with_its_range(reason: str, log: Log) -> None:
-    with pytest.raises(LogError, match=rf"^the log \(2026-06-.*\) holds {reason}[^\n]*$"):
+    with pytest.raises(TableError, match=rf"^the log \(2026-06-.*\) holds {reason}[^\n]*$"):
         plan(USELESS[reason](log))
 
 
 def test_a_useless_training_period_is_refused_with_its_range(log: Log) -> None:
     """The log as a whole would do."""
     times = np.unique(log.impression_ts)
-    with pytest.raises(LogError, match=r"^the training period \(2026-06-01, Unix seconds .*\) holds only one "):
+    with pytest.raises(TableError, match=r"^the training period \(2026-06-01, Unix seconds .*\) holds only one "):
         plan(log, until_ts=int(times[1]))
 
 

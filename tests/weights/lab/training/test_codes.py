@@ -27,9 +27,9 @@ from weights.lab.training.choices import plan
 from weights.lab.training.examples import Examples, HiddenShares
 from weights.lab.training.log import Log, read_log, write_log
 from weights.lab.training.posts import write_posts
-from weights.lab.training.towers import tower_settings
+from weights.lab.training.towers import TowerSettings, tower_settings, towers_config, train_towers
 from weights.lab.world.simulate import World, simulate
-from weights.tables import LogError
+from weights.tables import TableError
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,19 @@ def test_a_log_with_codes_gets_a_model_with_codes(world: World) -> None:
 def test_codes_outside_the_architecture_are_refused(world: World) -> None:
     log = coded(world.log)
     for levels, values in ((1, 7), (2, 6)):
-        with pytest.raises(LogError, match="do not fit the architecture"):
+        with pytest.raises(TableError, match="do not fit the architecture"):
             Examples(log, replace(small_config(), code_levels=levels, code_values=values))
     padded = Examples(log, replace(small_config(), code_levels=3, code_values=9))
     assert padded.candidates(padded.rows(0)).codes[:, 2].tolist() == [0] * len(padded.rows(0))
+
+
+def test_towers_read_a_level_that_the_log_lacks_as_none(world: World) -> None:
+    config = towers_config(replace(small_config(), code_levels=3, code_values=9))
+    fewer = coded(world.log)
+    padded = replace(fewer, codes=np.pad(fewer.codes, ((0, 0), (0, 1))))
+    settings = TowerSettings(steps=2, batch_requests=16)
+    one, other = (train_towers(log, config, settings, until_ts=None).state_dict() for log in (fewer, padded))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_hidden_codes_are_none_in_the_stated_share(world: World) -> None:
@@ -150,7 +159,7 @@ def test_codes_that_nothing_reads_are_refused(reason: str, is_cached: bool, worl
     write_log(path, world.log.take(np.arange(3)))
     table = pq.read_table(path)
     pq.write_table(table.append_column("codes", pa.array(REFUSED[reason])), path)
-    with pytest.raises(LogError, match=reason) as refusal:
+    with pytest.raises(TableError, match=reason) as refusal:
         read_log(path, cache=tmp_path / "cache" if is_cached else None)
     assert str(path) in str(refusal.value)
 
@@ -184,7 +193,7 @@ def test_codes_of_served_contexts_are_checked(
     table = pq.read_table(path)
     lists = [[[code] * levels for _ in posts] for posts in table["post_ids"].to_pylist()]
     pq.write_table(table.append_column("codes", pa.array(lists, pa.list_(pa.list_(pa.int64())))), path)
-    with pytest.raises(LogError, match=f"part-0.parquet.*{reason}"):
+    with pytest.raises(TableError, match=f"part-0.parquet.*{reason}"):
         read_log(tmp_path / "log", cache=tmp_path / "cache" if is_cached else None)
 
 
@@ -194,5 +203,5 @@ def test_codes_of_served_contexts_are_as_long_as_their_posts(world: World, tmp_p
     table = pq.read_table(path)
     lists = [[[1]] * (len(posts) + 1) for posts in table["post_ids"].to_pylist()]
     pq.write_table(table.append_column("codes", pa.array(lists, pa.list_(pa.list_(pa.int64())))), path)
-    with pytest.raises(LogError, match="codes is not as long as post_ids"):
+    with pytest.raises(TableError, match="codes is not as long as post_ids"):
         read_log(tmp_path)

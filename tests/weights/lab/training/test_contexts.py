@@ -15,16 +15,16 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
 from model.inputs import Context  # noqa: E402
+from tests.support.random_models import random_model  # noqa: E402
 from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.training.small_run import WORLD, small_config, small_trainer  # noqa: E402
 from weights.actions import DWELL_TIME  # noqa: E402
 from weights.checkpoint import save_checkpoint  # noqa: E402
-from weights.lab.training.example import request_body  # noqa: E402
 from weights.lab.training.examples import Examples, HiddenShares  # noqa: E402
 from weights.lab.training.log import aligned, read_log, write_log  # noqa: E402
+from weights.lab.training.page_example import request_body  # noqa: E402
 from weights.lab.world.simulate import World  # noqa: E402
-from weights.synthetic.random_weights import random_ranker  # noqa: E402
-from weights.tables import LogError  # noqa: E402
+from weights.tables import TableError  # noqa: E402
 
 LONG = 127
 """The window of the model that `log` plans."""
@@ -237,7 +237,7 @@ def test_a_log_without_any_context_trains_on_its_rows(world: World, tmp_path: Pa
 def test_eval_says_whose_histories_the_baselines_read(world: World, tmp_path: Path) -> None:
     before = write_pair(world, tmp_path / "log", lambda index, context: newest(context))
     save_checkpoint(
-        tmp_path / "ranker", random_ranker(small_config(), 1), name="random", action_names=world.log.action_names,
+        tmp_path / "ranker", random_model(small_config(), 1), name="random", action_names=world.log.action_names,
         continuous=(DWELL_TIME,), score_weights={"favorite": 1.0},
     )  # fmt: skip
     told = call(
@@ -256,7 +256,7 @@ def test_contexts_that_cannot_be_used_are_refused(reason: str, world: World, tmp
     write_pair(world, tmp_path, lambda index, context: context if len(context) else None)
     path = tmp_path / "contexts/part-0.parquet"
     pq.write_table(REFUSED[reason](pq.read_table(path)), path)
-    with pytest.raises(LogError, match=reason):
+    with pytest.raises(TableError, match=reason):
         read_log(tmp_path)
 
 
@@ -265,7 +265,7 @@ def test_contexts_that_no_impression_can_name_are_refused(world: World, tmp_path
     path = tmp_path / "impressions/part-0.parquet"
     pq.write_table(pq.read_table(path).drop_columns(["context_id"]), path)
     with pytest.raises(
-        LogError, match="has contexts, but its impressions lack the column context_id, which names them"
+        TableError, match="has contexts, but its impressions lack the column context_id, which names them"
     ):
         read_log(tmp_path)
 

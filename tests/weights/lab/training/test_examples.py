@@ -13,7 +13,7 @@ pytest.importorskip("pyarrow")
 from model.synthetic import random_ranker
 from weights.lab.training.examples import Examples, HiddenShares
 from weights.lab.training.trainer import forward_shared
-from weights.tables import LogError
+from weights.tables import TableError
 
 
 def test_a_history_is_exactly_the_users_earlier_engagements(examples: Examples) -> None:
@@ -84,5 +84,5 @@ def test_requests_that_share_a_context_are_scored_as_each_alone(examples: Exampl
     [("actions", "19 actions, the architecture 2"), ("product_surfaces", "surface must be below 2")],
 )
 def test_a_log_that_does_not_fit_the_architecture_is_refused(field: str, reason: str, examples: Examples) -> None:
-    with pytest.raises(LogError, match=reason):
+    with pytest.raises(TableError, match=reason):
         Examples(examples.log, replace(examples.config, **{field: 2}))

@@ -23,7 +23,7 @@ from tests.weights.lab.training.small_run import small_config  # noqa: E402
 from weights.checkpoint import load_manifest  # noqa: E402
 from weights.lab.training.log import COLUMNS, Log, read_log, write_log  # noqa: E402
 from weights.lab.world.simulate import World  # noqa: E402
-from weights.tables import LogError  # noqa: E402
+from weights.tables import TableError  # noqa: E402
 from weights.text_ids import IdKind  # noqa: E402
 
 ROWS = 600
@@ -127,9 +127,9 @@ def test_a_log_is_read_from_an_address(table: pa.Table, plain: Log, tmp_path: Pa
     assert_equal(read_log(f"file://{path}"), plain)
     fsspec.filesystem("memory").put(str(path), "/bucket/log", recursive=True)
     assert_equal(read_log("memory://bucket/log"), plain)
-    with pytest.raises(LogError, match=r"memory://bucket/nothing is not there"):
+    with pytest.raises(TableError, match=r"memory://bucket/nothing is not there"):
         read_log("memory://bucket/nothing")
-    with pytest.raises(LogError, match=r"nowhere://x cannot be opened"):
+    with pytest.raises(TableError, match=r"nowhere://x cannot be opened"):
         read_log("nowhere://x")
     shown = call("log", f"file://{path}")
     assert shown.exit_code == 0, shown.output
@@ -157,7 +157,7 @@ def test_a_cut_copy_is_refused_by_name(table: pa.Table, tmp_path: Path) -> None:
     read_log(tmp_path / "log.parquet", cache=tmp_path / "cache")
     (column,) = tmp_path.glob("cache/*/impressions/post_id.bin")
     os.truncate(column, 100)
-    with pytest.raises(LogError, match=r"cache/\w+ is damaged .*: remove it, and it is made again"):
+    with pytest.raises(TableError, match=r"cache/\w+ is damaged .*: remove it, and it is made again"):
         read_log(tmp_path / "log.parquet", cache=tmp_path / "cache")
 
 
@@ -187,7 +187,7 @@ def test_every_mistake_names_the_file_and_the_row(is_cached: bool, table: pa.Tab
         table = pq.ParquetFile(wrong).read()
         column = pa.array(mistake, pa.uint64())
         pq.write_table(table.set_column(table.column_names.index("post_id"), "post_id", column), wrong)
-        with pytest.raises(LogError, match=rf"date=2026-06-03/part-0\.parquet, row 5: {reason}"):
+        with pytest.raises(TableError, match=rf"date=2026-06-03/part-0\.parquet, row 5: {reason}"):
             read_log(path, cache=tmp_path / "cache" if is_cached else None)
 
 
@@ -202,7 +202,7 @@ def test_requests_that_differ_are_named_by_their_row(is_cached: bool, table: pa.
     table = table.set_column(table.column_names.index("user_id"), "user_id", pa.array(users, pa.uint64()))
     pq.write_table(table, tmp_path / "log.parquet")
     with pytest.raises(
-        LogError, match=r"log\.parquet, row \d+: impressions of one request_id differ in user_id"
+        TableError, match=r"log\.parquet, row \d+: impressions of one request_id differ in user_id"
     ) as told:
         read_log(tmp_path / "log.parquet", cache=tmp_path / "cache" if is_cached else None)
     named = int(str(told.value).partition("row ")[2].partition(":")[0]) - 1
@@ -216,7 +216,7 @@ def test_one_request_at_two_times_is_named_by_its_row(table: pa.Table, tmp_path:
     times[row] += 10**6
     table = table.set_column(table.column_names.index("impression_ts"), "impression_ts", pa.array(times))
     pq.write_table(table, tmp_path / "log.parquet")
-    with pytest.raises(LogError, match=rf"row {row + 1}: impressions of one request_id differ in impression_ts"):
+    with pytest.raises(TableError, match=rf"row {row + 1}: impressions of one request_id differ in impression_ts"):
         read_log(tmp_path / "log.parquet")
 
 
@@ -230,14 +230,14 @@ def test_a_request_of_two_times_in_a_row_is_named(is_cached: bool, table: pa.Tab
     times[rows[1]] += 1
     table = table.set_column(table.column_names.index("impression_ts"), "impression_ts", pa.array(times))
     pq.write_table(table, tmp_path / "log.parquet")
-    with pytest.raises(LogError, match=rf"row {rows[1] + 1}: impressions of one request_id differ in impression_ts"):
+    with pytest.raises(TableError, match=rf"row {rows[1] + 1}: impressions of one request_id differ in impression_ts"):
         read_log(tmp_path / "log.parquet", cache=tmp_path / "cache" if is_cached else None)
 
 
 def test_two_formats_in_a_directory_are_refused(table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     (tmp_path / "b.csv").write_bytes(csv(table))
-    with pytest.raises(LogError, match=r"several formats, CSV \(.*b\.csv\) and Parquet \(.*a\.parquet\)"):
+    with pytest.raises(TableError, match=r"several formats, CSV \(.*b\.csv\) and Parquet \(.*a\.parquet\)"):
         read_log(tmp_path)
 
 
@@ -259,7 +259,7 @@ def test_a_value_that_does_not_fit_in_csv_names_file_and_row(mistake: str, table
     cells[table.column_names.index(name)] = value
     text[row] = ",".join(cells)
     (tmp_path / "log.csv").write_text("\n".join(text))
-    with pytest.raises(LogError, match=rf"log\.csv, row {row}: column {name}") as told:
+    with pytest.raises(TableError, match=rf"log\.csv, row {row}: column {name}") as told:
         read_log(tmp_path / "log.csv")
     assert "5417" not in str(told.value)
 
@@ -271,7 +271,7 @@ def test_a_cut_row_of_csv_is_named_without_its_values(rows: int, table: pa.Table
     cut = text[rows - 1].split(",")[:5]
     (tmp_path / "log.csv").write_text("\n".join([*text[: rows - 1], ",".join(cut), text[rows]]))
     with pytest.raises(
-        LogError, match=rf"log\.csv, row {rows - 1}: has 5 values for \d+ columns; it may be cut off"
+        TableError, match=rf"log\.csv, row {rows - 1}: has 5 values for \d+ columns; it may be cut off"
     ) as told:
         read_log(tmp_path / "log.csv")
     assert cut[3] not in str(told.value)
@@ -279,7 +279,7 @@ def test_a_cut_row_of_csv_is_named_without_its_values(rows: int, table: pa.Table
 
 def test_a_column_of_csv_that_a_log_has_not_is_named(table: pa.Table, tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_bytes(csv(table.append_column("extra", table["post_id"])))
-    with pytest.raises(LogError, match=r"log\.csv has unknown columns: extra"):
+    with pytest.raises(TableError, match=r"log\.csv has unknown columns: extra"):
         read_log(tmp_path / "log.csv")
 
 
@@ -349,26 +349,26 @@ CSV_MISTAKES: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 def test_a_mistake_in_csv_says_what_to_do(mistake: str, table: pa.Table, tmp_path: Path) -> None:
     name, change, reason = CSV_MISTAKES[mistake]
     (tmp_path / name).write_bytes(change(csv(table)))
-    with pytest.raises(LogError, match=f"{name}{reason}".replace("log.csv", r"log\.csv")):
+    with pytest.raises(TableError, match=f"{name}{reason}".replace("log.csv", r"log\.csv")):
         read_log(tmp_path / name)
 
 
 def test_two_columns_of_one_name_are_refused(table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table.append_column("post_id", table["post_id"]), tmp_path / "log.parquet")
-    with pytest.raises(LogError, match=r"log\.parquet has several columns with the name 'post_id'"):
+    with pytest.raises(TableError, match=r"log\.parquet has several columns with the name 'post_id'"):
         read_log(tmp_path / "log.parquet")
 
 
 def test_a_cut_parquet_file_says_that_it_may_be_cut(table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table, path := tmp_path / "log.parquet")
     os.truncate(path, path.stat().st_size - 9)
-    with pytest.raises(LogError, match=r"log\.parquet cannot be read as Parquet: .*it may be cut off$"):
+    with pytest.raises(TableError, match=r"log\.parquet cannot be read as Parquet: .*it may be cut off$"):
         read_log(path)
 
 
 def test_a_cut_gzip_file_is_named(table: pa.Table, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress(lines(table))[:-200])
-    with pytest.raises(LogError, match=r"log\.jsonl\.gz cannot be read as JSON lines"):
+    with pytest.raises(TableError, match=r"log\.jsonl\.gz cannot be read as JSON lines"):
         read_log(tmp_path / "log.jsonl.gz")
 
 
@@ -436,7 +436,7 @@ def test_refused_codes_are_named_by_their_row(
         path = tmp_path / f"log/{name}.parquet"
         path.parent.mkdir(exist_ok=True)
         pq.write_table(table.slice(0 if name == "a" else half, half).append_column("codes", lists), path)
-    with pytest.raises(LogError, match=r"log/b\.parquet, row 43: column codes h"):
+    with pytest.raises(TableError, match=r"log/b\.parquet, row 43: column codes h"):
         read_log(tmp_path / "log", cache=tmp_path / "cache" if is_cached else None)
 
 

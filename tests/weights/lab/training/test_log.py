@@ -12,7 +12,7 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
 from weights.lab.training.log import COLUMNS, Log, read_log, write_log  # noqa: E402
-from weights.tables import LogError  # noqa: E402
+from weights.tables import TableError  # noqa: E402
 
 
 def small_log() -> Log:
@@ -74,7 +74,7 @@ REFUSED: dict[str, Callable[[pa.Table], pa.Table]] = {
 def test_what_cannot_be_used_is_refused_with_the_reason(reason: str, tmp_path: Path) -> None:
     path = tmp_path / "log.parquet"
     pq.write_table(REFUSED[reason](written(tmp_path)), path)
-    with pytest.raises(LogError, match=reason) as refusal:
+    with pytest.raises(TableError, match=reason) as refusal:
         read_log(path)
     assert str(path) in str(refusal.value)
 

@@ -24,7 +24,7 @@ from weights.lab.training.run import split, train
 from weights.lab.training.state import STATE_NAME, StateError
 from weights.lab.training.trainer import Status
 from weights.lab.world.simulate import World
-from weights.tables import LogError
+from weights.tables import TableError
 
 SHORT = replace(TRAINING, epochs=0.2, evaluate_every=4)
 
@@ -162,9 +162,9 @@ def test_a_run_from_a_checkpoint_goes_on_from_its_state(world: World, tmp_path: 
 
 def test_a_split_outside_the_log_is_refused_with_the_logs_range(world: World) -> None:
     for until in (0, int(world.log.impression_ts[0]), int(world.log.impression_ts[-1]) + 1):
-        with pytest.raises(LogError, match="2026-06-01 … 2026-06-10"):
+        with pytest.raises(TableError, match="2026-06-01 … 2026-06-10"):
             train(world.log, small_config(), SHORT, until_ts=until)
-    with pytest.raises(LogError, match=r"milliseconds.*2026-06-01 … 2026-06-10"):
+    with pytest.raises(TableError, match=r"milliseconds.*2026-06-01 … 2026-06-10"):
         train(world.log, small_config(), SHORT, until_ts=int(world.log.impression_ts[9]) * 1000)
 
 
@@ -173,7 +173,7 @@ def test_the_last_requests_validate_and_one_alone_is_too_few() -> None:
     assert kept.tolist() == list(range(970))
     assert validation.tolist() == list(range(970, 1000, 3))
     assert [part.tolist() for part in split(2, 10)] == [[0], [1]]
-    with pytest.raises(LogError, match="1 request is too short"):
+    with pytest.raises(TableError, match="1 request is too short"):
         split(1, 10)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from model.retrieval.towers import Towers
+from tests.support.random_models import random_model
 from tests.weights.call import call
 from tests.weights.lab.training.small_run import small_config
 from tests.weights.lab.training.unchanged import assert_unchanged, moved
@@ -22,7 +23,6 @@ from weights.lab.training.demo import make_towers
 from weights.lab.training.towers import TowerSettings, initial_towers, towers_config, train_towers
 from weights.lab.world.population import interest
 from weights.lab.world.simulate import World
-from weights.synthetic.random_weights import random_ranker
 
 SETTINGS = TowerSettings(steps=60, batch_requests=16, warmup_steps=10, learning_rate=1e-2)
 FEW = TowerSettings(steps=20, batch_requests=16, warmup_steps=5, learning_rate=1e-2)
@@ -85,7 +85,7 @@ def test_the_truth_at_the_end_of_the_world(world: World) -> None:
 
 
 def test_towers_and_posts_are_written_beside_the_demo(world: World, tmp_path: Path) -> None:
-    ranker = random_ranker(small_config(), 1)
+    ranker = random_model(small_config(), 1)
     names = world.log.action_names
     manifest = save_checkpoint(
         tmp_path / "demo", ranker, name="demo", action_names=names, continuous=(DWELL_TIME,),

@@ -18,9 +18,9 @@ from tests.weights.lab.training.small_run import small_config
 from weights.actions import DWELL_TIME
 from weights.checkpoint import save_checkpoint
 from weights.format.manifest import Manifest
-from weights.lab.training.example import write_example
+from weights.lab.training.page_example import write_example
 from weights.lab.world.simulate import World
-from weights.tables import LogError
+from weights.tables import TableError
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_given_names_are_used_and_ids_stand_in_for_others(world: World, manifest
 
 
 def test_names_of_another_form_are_refused(world: World, manifest: Manifest, tmp_path: Path) -> None:
-    with pytest.raises(LogError, match="the names of posts must be an object of id → name"):
+    with pytest.raises(TableError, match="the names of posts must be an object of id → name"):
         write_example(tmp_path / "out", manifest, world.log, {"posts": ["Toy Story"]})
 
 
@@ -76,11 +76,13 @@ def test_a_log_of_many_authors_has_no_topics(world: World, manifest: Manifest, t
 def test_a_user_can_be_asked_for(world: World, manifest: Manifest, tmp_path: Path) -> None:
     user = str(world.log.user_id[0])
     assert written(world, manifest, tmp_path / "out", user=user)[0]["user_id"] == user
-    with pytest.raises(LogError, match="no request of this user has a history and two candidates; the log covers 2026"):
+    with pytest.raises(
+        TableError, match="no request of this user has a history and two candidates; the log covers 2026"
+    ):
         write_example(tmp_path / "out", manifest, world.log, {}, "12")
 
 
 def test_an_example_of_a_log_of_hashes_is_refused(world: World, manifest: Manifest, tmp_path: Path) -> None:
     """Nobody can turn hashes back, and a request with their decimals would name other posts."""
-    with pytest.raises(LogError, match="hashes of texts"):
+    with pytest.raises(TableError, match="hashes of texts"):
         write_example(tmp_path / "out", structs.replace(manifest, ids="text"), world.log, {})

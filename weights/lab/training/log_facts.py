@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.lab.training.examples import histories
+from weights.lab.training.examples import Histories
 from weights.lab.training.log import Log
 
 Int64s = NDArray[np.int64]
@@ -19,16 +17,6 @@ AGE_SECONDS = 60.0
 """Ages below this count as this: a difference of seconds is none."""
 MOST_COMPARED = 20_000
 """How many requests served and reconstructed histories are compared on."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HistoryLengths:
-    """How many events the history of each request has, int64 `[R]`: as reconstructed from rows, and as read in training, where contexts as
-    served replace some. `is_served` bool `[R]`: which."""
-
-    reconstructed: Int64s
-    read: Int64s
-    is_served: NDArray[np.bool_]
 
 
 def facts(log: Log, history_length: int) -> list[str]:
@@ -45,19 +33,8 @@ def facts(log: Log, history_length: int) -> list[str]:
     optional = [name for name in ("position", "propensity", "weight") if getattr(log, name) is not None]
     if optional:
         lines.append(f"  has {', '.join(optional)}")
-    starts = np.flatnonzero(np.append(True, log.request_id[1:] != log.request_id[:-1]))
-    users, times = log.user_id[starts], log.impression_ts[starts]
-    engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
-    order, first, last = histories(log.user_id[engaged], log.impression_ts[engaged], users, times)
-    reconstructed = np.minimum(last - first, history_length)
-    served = np.full(len(starts), -1)
-    if log.contexts is not None and log.context_id is not None:
-        served = log.contexts.places(log.context_id[starts])
-        lengths = np.minimum(log.contexts.stops - log.contexts.starts, history_length)
-        read = np.where(served >= 0, lengths[served], reconstructed) if len(lengths) else reconstructed
-    else:
-        read = reconstructed
-    is_served = served >= 0
+    histories = Histories(log, history_length)
+    read, is_served = histories.history_lengths, histories.served >= 0
     empty = int((read == 0).sum())
     lines.append(
         f"  histories: {empty:,} of {len(read):,} are empty ({empty / len(read):.0%}); "
@@ -67,8 +44,7 @@ def facts(log: Log, history_length: int) -> list[str]:
         lines.append(
             f"  contexts: as served for {is_served.sum():,} requests, reconstructed from the log's rows for {(~is_served).sum():,}"
         )
-    lines += _warnings(log, HistoryLengths(reconstructed, read, is_served), engaged[order], last, starts, served)
-    return lines
+    return lines + _warnings(histories)
 
 
 def _actions(log: Log) -> list[str]:
@@ -82,32 +58,31 @@ def _actions(log: Log) -> list[str]:
     return lines
 
 
-def _warnings(
-    log: Log, lengths: HistoryLengths, event_rows: Int64s, last: Int64s, starts: Int64s, served: Int64s
-) -> list[str]:
-    """`event_rows`: the rows of the log that are events, by user and time; the events of request i end before `last[i]` among them."""
-    warnings, both = [], np.flatnonzero(lengths.is_served & (log.user_id[starts] != 0))
-    empty = float((lengths.read == 0).mean())
+def _warnings(histories: Histories) -> list[str]:
+    read, reconstructed = histories.history_lengths, histories.last - histories.oldest
+    is_served = histories.served >= 0
+    warnings, both = [], np.flatnonzero(is_served & (histories.users != 0))
+    empty = float((read == 0).mean())
     if empty > MOSTLY_EMPTY:
         warnings.append(
             f"WARNING: {empty:.0%} of the histories are empty: a model cannot learn from them. Is the export of the users' actions whole?"
         )
     if not len(both):
         return warnings
-    means = float(lengths.read[both].mean()), float(lengths.reconstructed[both].mean())
+    means = float(read[both].mean()), float(reconstructed[both].mean())
     if max(means) > LENGTH_RATIO * min(means):
         warnings.append(
             f"WARNING: served histories have {means[0]:.1f} events on average; "
             f"those that the log's rows give for the same requests have {means[1]:.1f}"
         )
-    ages = _ages(log, both[-MOST_COMPARED:], event_rows, last, starts, served)
+    ages = _ages(histories, both[-MOST_COMPARED:])
     if ages and max(ages) > AGE_RATIO * max(min(ages), AGE_SECONDS):
         warnings.append(
             f"WARNING: the newest event of a served history is {_duration(ages[0])} old (median), "
             f"that of the log's rows {_duration(ages[1])}"
         )
-    if not lengths.is_served.all():
-        others = float(lengths.read[~lengths.is_served].mean())
+    if not is_served.all():
+        others = float(read[~is_served].mean())
         if max(others, means[0]) > LENGTH_RATIO * min(others, means[0]):
             warnings.append(
                 f"WARNING: histories differ by where they come from: {means[0]:.1f} events on average as served, {others:.1f} reconstructed"
@@ -115,18 +90,16 @@ def _warnings(
     return warnings
 
 
-def _ages(
-    log: Log, requests: Int64s, event_rows: Int64s, last: Int64s, starts: Int64s, served: Int64s
-) -> tuple[float, float] | None:
+def _ages(histories: Histories, requests: Int64s) -> tuple[float, float] | None:
     """The median ages in seconds, at these requests, of the newest event in the served history and in the reconstructed one.
 
     The time of a served event is that of the newest earlier row in which the user engaged with its post. None if no request has both.
     """
+    log, event_rows = histories.log, histories.event_rows
     assert log.contexts is not None
     times: dict[tuple[int, int], list[int]] = {}
-    of_users = event_rows[
-        np.isin(log.user_id[event_rows], log.user_id[starts[requests]])
-    ]  # Python's numbers take memory
+    # of these users alone: Python's numbers take memory
+    of_users = event_rows[np.isin(log.user_id[event_rows], histories.users[requests])]
     for user, post, time in zip(
         log.user_id[of_users].tolist(),
         log.post_id[of_users].tolist(),
@@ -136,9 +109,9 @@ def _ages(
         times.setdefault((user, post), []).append(time)
     of_served, of_rows = list[int](), list[int]()
     for request in requests.tolist():
-        user, now = int(log.user_id[starts[request]]), int(log.impression_ts[starts[request]])
-        begin, end = (int(ends[served[request]]) for ends in (log.contexts.starts, log.contexts.stops))
-        newest = event_rows[last[request] - 1] if last[request] else -1
+        user, now = int(histories.users[request]), int(histories.times[request])
+        begin, end = (int(ends[histories.served[request]]) for ends in (log.contexts.starts, log.contexts.stops))
+        newest = event_rows[histories.last[request] - 1] if histories.last[request] else -1
         if begin == end or newest < 0 or int(log.user_id[newest]) != user:
             continue
         earlier = [time for time in times.get((user, int(log.contexts.post_ids[end - 1])), ()) if time < now]

@@ -15,7 +15,7 @@ from weights.format.manifest import Manifest
 from weights.format.writer import write_whole
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
-from weights.tables import LogError
+from weights.tables import TableError
 
 EXAMPLE_NAME, NAMES_NAME = "example.json", "names.json"
 MOST_NAMED = {"users": 200, "authors": 2000, "posts": 5000}
@@ -30,14 +30,14 @@ def write_example(
 
     `names`: id → name or object with `name`, under `users`, `authors` and `posts`; ids without one are called after their id. `user`: whose
     request it is; without one, the request of the log's last tenth with the longest history and the most candidates.
-    Raises LogError for a user without a request that has a history and two candidates, for names of another form, and for a log that has
+    Raises TableError for a user without a request that has a history and two candidates, for names of another form, and for a log that has
     only the hashes of its ids.
     """
     if manifest.ids == "text" and log.texts is None:
-        raise LogError("the log holds the hashes of texts, as `join` writes them: an example needs the texts")
+        raise TableError("the log holds the hashes of texts, as `join` writes them: an example needs the texts")
     for kind in MOST_NAMED:
         if not isinstance(names.get(kind, {}), dict):
-            raise LogError(f"the names of {kind} must be an object of id → name")
+            raise TableError(f"the names of {kind} must be an object of id → name")
     examples = Examples(log, manifest.config)
     index = _request(examples, user)
     request = request_body(examples, index)
@@ -87,7 +87,7 @@ def _request(examples: Examples, user: str | None) -> int:
         fits &= np.array(examples.log.ids("user_id", examples.starts)) == user
     if not fits.any():
         who = "of this user " if user is not None else ""
-        raise LogError(f"no request {who}has a history and two candidates; the log covers {examples.log.span}")
+        raise TableError(f"no request {who}has a history and two candidates; the log covers {examples.log.span}")
     return int(np.argmax(np.where(fits, events * 1000 + np.minimum(sizes, 999), -1)))
 
 
