@@ -128,12 +128,12 @@ function drawEvent(/** @type {App} */ app, /** @type {Event_} */ event, /** @typ
   );
 }
 
-/** An event with a post of this author: one that is known here, else one that the model has never seen.
+/** An event with a post of this author: one that is known here, else a made-up one.
  * @param {App} app @param {string} author @param {Record<string, number>} actions @returns {Event_} */
 export function eventWith(app, author, actions) {
   const met = new Set(app.request.history.map((event) => event.post_id));
   const theirs = [...app.names.posts].filter(([, post]) => post.author_id === author).map(([id]) => id);
-  const post = theirs.find((id) => !met.has(id)) ?? theirs[0] ?? author;
+  const post = theirs.find((id) => !met.has(id)) ?? theirs[0] ?? app.unseen();
   return { post_id: post, author_id: author, actions, dwell_time: actions.dwell ? 12 : 0, ...app.names.codes({ post_id: post }) };
 }
 

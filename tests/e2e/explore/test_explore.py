@@ -125,6 +125,35 @@ def test_nobody_without_a_history_can_like_any_topic(tab: Explorer, client: http
         assert tab.shown() == ranked(client, request)
 
 
+def test_a_made_up_post_has_the_id_of_no_other(tab: Explorer, text_tab: Explorer) -> None:
+    """Authors and posts may have the same ids, as films and genres of MovieLens do."""
+    names = {
+        "users": {"1": {"name": "User one"}},
+        "authors": {"18": {"name": "Western", "topic": "Western"}},
+        "posts": {"18": {"name": "Four Rooms"}, "2": {"name": "GoldenEye"}},
+        "topics": ["Western"],
+    }
+    for each, user in ((tab, "0"), (text_tab, "1")):
+        example = {"user_id": user, "history": [], "candidates": [{"post_id": "60", "author_id": "1"}]}
+        each.carry(example, names)
+        assert each.open().page.locator('#user option[value="1"]').inner_text() == "User one"
+        each.click("Western")
+        each.page.locator("#author").select_option("18")
+        each.click("Add", exact=True)
+        each.page.locator("#posts > summary").click()
+        each.click("Add a post")
+        request = each.sent()
+        made = {post["post_id"] for post in (*request["history"], request["candidates"][1])}
+        assert len(made) == 3
+        assert not made & {*names["posts"], "60"}
+        assert {event["author_id"] for event in request["history"]} == {"18"}
+        with httpx.Client(base_url=each.url) as client:
+            assert each.shown() == ranked(client, request)
+        each.page.unroute_all()
+
+
+
+
 def test_candidates_are_edited_by_hand(tab: Explorer, client: httpx.Client) -> None:
     tab.open().page.locator("#posts > summary").click()
     rows, posts = tab.page.locator("#candidates li"), copy.deepcopy(EXAMPLE["candidates"])
