@@ -67,7 +67,7 @@ interface Explained {
   of: Map<string, any>;
   places: number[];
   history: Event_[];
-  groups: { name: string; places: number[]; changes: Map<string, number> }[];
+  groups: { key: string; name: string; places: number[]; changes: Map<string, number> }[];
   looked: { post: string; heads: number[][][]; user: number[][]; itself: number[][] } | null;
   message?: string;
   refused?: string;

@@ -86,36 +86,37 @@ export async function lookAt(app, side, again) {
  * @param {App} app @param {any} request @param {Shown[]} posts its candidates @param {Explained} explained @param {(seconds: number) => void} again
  * @returns {Promise<Pick<Explained, "groups" | "refused">>} */
 async function askGroups(app, request, posts, { of, groups: before }, again) {
-  /** @type {Map<string, number[]>} */ const groups = new Map();
-  const add = (/** @type {string | undefined} */ name, /** @type {number} */ place) => name && groups.set(name, [...(groups.get(name) ?? []), place]);
+  /** @type {Map<string, {key: string, name: string, places: number[]}>} */ const groups = new Map();
+  const add = (/** @type {string} */ key, /** @type {string} */ name, /** @type {number} */ place) =>
+    groups.set(key, { key, name, places: [...(groups.get(key)?.places ?? []), place] });
   request.history.forEach((/** @type {Event_} */ event, /** @type {number} */ place) => {
     const [author, topic] = [app.names.author(event.author_id), app.names.topic(event)];
-    add(`all of ${author}`, place);
-    add(topic && topic !== author ? `all about ${topic}` : undefined, place);
+    add(`author ${event.author_id}`, `all of ${author}`, place);
+    if (topic && topic !== author) add(`topic ${topic}`, `all about ${topic}`, place);
   });
   const whole = request.history.map((/** @type {any} */ _, /** @type {number} */ place) => place);
-  const several = [...groups].filter(([, places]) => places.length > 1);
-  const wanted = whole.length ? [...several, ["the whole history", whole]] : several;
-  const some = /** @type {[string, number[]][]} */ (wanted.slice(-app.info.limits.max_batch_requests));
-  const missing = some.filter(([name]) => !before.some((group) => group.name === name));
+  const several = [...groups.values()].filter(({ places }) => places.length > 1);
+  const wanted = whole.length ? [...several, { key: "whole", name: "the whole history", places: whole }] : several;
+  const some = wanted.slice(-app.info.limits.max_batch_requests);
+  const missing = some.filter(({ key }) => !before.some((group) => group.key === key));
   if (!missing.length) return { groups: before };
-  const requests = missing.map(([, places]) => ({ ...request, history: request.history.filter((/** @type {any} */ _, /** @type {number} */ at) => !places.includes(at)) }));
+  const requests = missing.map(({ places }) => ({ ...request, history: request.history.filter((/** @type {any} */ _, /** @type {number} */ at) => !places.includes(at)) }));
   /** @type {{candidates?: any[], error?: any}[]} */ let results;
   try {
     results = (await call("rank/batch", { requests })).value.results;
   } catch (error) {
     results = missing.map(() => ({ error }));
   }
-  /** @type {Map<string, Explained["groups"][0]>} */ const got = new Map(before.map((group) => [group.name, group]));
-  missing.forEach(([name, places], at) => {
+  /** @type {Map<string, Explained["groups"][0]>} */ const got = new Map(before.map((group) => [group.key, group]));
+  missing.forEach((group, at) => {
     const left = results[at].candidates;
-    if (left) got.set(name, { name, places, changes: new Map(posts.map(({ own }, post) => [own, of.get(own).score - left[post].score])) });
+    if (left) got.set(group.key, { ...group, changes: new Map(posts.map(({ own }, post) => [own, of.get(own).score - left[post].score])) });
   });
-  const refusals = missing.map(([name], at) => ({ name, error: results[at].error })).filter(({ error }) => error);
+  const refusals = missing.map(({ name }, at) => ({ name, error: results[at].error })).filter(({ error }) => error);
   const names = refusals.map(({ name }) => `“${name}”`).join(", ");
   const first = refusals.find(({ error }) => isPassing(error.status)) ?? refusals[0];
   return {
-    groups: some.flatMap(([name]) => got.get(name) ?? []),
+    groups: some.flatMap(({ key }) => got.get(key) ?? []),
     refused: first && `No numbers for ${names}: ${told({ ...first.error, message: first.error.detail ?? first.error.message }, again)}`,
   };
 }
