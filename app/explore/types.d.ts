@@ -42,7 +42,6 @@ interface Reply {
   actions: string[];
   weights: Weights;
   sent: any;
-  history_dropped: number;
   timings_ms: Weights;
   model: { name: string; version: string };
   models: { ranker: { name: string; version: string } };

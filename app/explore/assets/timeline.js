@@ -10,7 +10,7 @@ export function drawTimeline(app) {
   const { request } = app;
   const hint = app.hint();
   rebuild(byId("viewer"), [userChoice(app, hint), topicButtons(app, hint), eventForm(app)]);
-  const dropped = app.replies[app.state.side]?.history_dropped ?? 0;
+  const dropped = request.history.length - app.info.architecture.history_length;
   const events = request.history.map((event, place) => drawEvent(app, event, place, place < dropped, hint)).reverse();
   const none = h("li", { class: "soft none" }, "No events: the model knows the user's id alone.");
   rebuild(byId("events"), events.length ? events : [none]);

@@ -152,6 +152,17 @@ def test_a_made_up_post_has_the_id_of_no_other(tab: Explorer, text_tab: Explorer
         each.page.unroute_all()
 
 
+def test_events_beyond_the_window_are_marked_at_once(tab: Explorer, client: httpx.Client) -> None:
+    window = client.get("/info").json()["architecture"]["history_length"]
+    events = [EXAMPLE["history"][0] | {"post_id": str(10**18 + at)} for at in range(window + 7)]
+    long = EXAMPLE | {"history": events}
+    assert client.post("/rank", json=long).json()["history_dropped"] == 7
+    dropped = tab.page.locator("#events .dropped")
+    tab.open().settle(lambda: tab.paste(long))
+    assert dropped.count() == 7
+    for control, count in {"Add": 8, "Start over": 0, "Undo": 8}.items():
+        tab.click(control, exact=True)
+        assert dropped.count() == count, control
 
 
 def test_candidates_are_edited_by_hand(tab: Explorer, client: httpx.Client) -> None:
