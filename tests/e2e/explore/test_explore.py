@@ -395,8 +395,15 @@ def test_an_edit_is_told_in_a_sentence(tab: Explorer) -> None:
     assert "no post moved. The largest change of a score:" in tab.page.locator("#caption").inner_text()
     for _ in range(2):
         tab.click("Reset weights")
-    assert "nothing changed; every score has the same bits" in tab.page.locator("#caption").inner_text()
+    assert "no score changed; every score has the same bits" in tab.page.locator("#caption").inner_text()
     assert set(tab.page.locator(".list .delta").all_text_contents()) == {"="}
+    [(first, *_), *_] = tab.shown()
+    tab.page.locator("#posts > summary").click()
+    tab.settle(
+        lambda: tab.page.locator(f'#candidates [data-post="{first}"]').get_by_role("button", name="Remove").click()
+    )
+    assert set(tab.page.locator(".list .move").all_text_contents()) == {"▲1"}
+    assert "no score changed; every score has the same bits" in tab.page.locator("#caption").inner_text()
 
 
 def test_the_corpus_shows_the_best_post_of_each_author(tab: Explorer, client: httpx.Client) -> None:
