@@ -37,6 +37,16 @@ function told(refused, again) {
   return `${refused.message} Trying again.`;
 }
 
+/** What /explain says of a side's posts. Where another model answers than ranked them, they are ranked anew.
+ * @param {App} app @param {number} side @param {any} body */
+async function ask(app, side, body) {
+  const { model, models } = app.replies[side];
+  const { value } = await call("explain", body);
+  if (value.model.version === (model ?? models.ranker).version) return value;
+  app.rank();
+  throw new Error("Another model answers now.");
+}
+
 /** The reasons of one side. What an earlier call got for the same question is not asked for again.
  * @param {App} app @param {number} side @param {(seconds: number) => void} again @returns {Promise<Explained>} */
 export async function explainSide(app, side, again) {
@@ -48,19 +58,19 @@ export async function explainSide(app, side, again) {
   /** @type {Explained} */ const explained = { asked, of: new Map(), places: [], history: sent.history, groups: [], looked: null };
   if (isPart) Object.assign(explained, { ...before, message: undefined, refused: undefined });
   try {
-    if (!isPart) Object.assign(explained, await askReasons(posts, request));
+    if (!isPart) Object.assign(explained, await askReasons(app, side, posts, request));
   } catch (/** @type {any} */ refused) {
     return { ...explained, message: told(refused, again) };
   }
   return { ...explained, ...(await askGroups(app, request(posts), posts, explained, again)) };
 }
 
-/** @param {Shown[]} posts @param {(posts: Shown[]) => any} request */
-async function askReasons(posts, request) {
+/** @param {App} app @param {number} side @param {Shown[]} posts @param {(posts: Shown[]) => any} request */
+async function askReasons(app, side, posts, request) {
   /** @type {Map<string, any>} */ const of = new Map();
   /** @type {number[]} */ let places = [];
   for (const list of withoutTwins(posts)) {
-    const { value } = await call("explain", { ...request(list), explain: list.map(({ post_id }) => post_id) });
+    const value = await ask(app, side, { ...request(list), explain: list.map(({ post_id }) => post_id) });
     list.forEach(({ own }, at) => of.set(own, value.candidates[at]));
     places = value.events.place;
   }
@@ -74,7 +84,7 @@ export async function lookAt(app, side, again) {
   const explained = app.explained[side];
   if (!open || explained.message || explained.looked?.post === open.own) return false;
   try {
-    const { value } = await call("explain", { ...request([open]), explain: [open.post_id] });
+    const value = await ask(app, side, { ...request([open]), explain: [open.post_id] });
     explained.looked = { post: open.own, ...value.candidates[0].attention };
   } catch (/** @type {any} */ refused) {
     explained.message = told(refused, again);

@@ -588,6 +588,21 @@ def test_another_model_is_said_and_has_its_own_names(browser: Any, tmp_path: Pat
         assert tab.complaints == []
 
 
+def test_another_model_that_explains_is_said(browser: Any, tmp_path: Path) -> None:
+    small, link = tmp_path / "small", tmp_path / "link"
+    write_small_checkpoint(small, 0)
+    lead(link, DEMO)
+    with ready(watching(link)) as live, Explorer(browser, live.url) as tab:
+        tab.open()
+        serve_next(live, link, small)
+        tab.page.get_by_role("button", name="Why").first.click()
+        tab.page.get_by_text("Another model answers now: random ").wait_for()
+        tab.page.locator(".reasons").wait_for()
+        with httpx.Client(base_url=live.url) as client:
+            assert tab.shown() == ranked(client, EXAMPLE)
+        assert tab.complaints == []
+
+
 def test_a_refusal_by_another_model_leads_to_its_start(browser: Any, tmp_path: Path) -> None:
     text, link = tmp_path / "text", tmp_path / "link"
     write_small_checkpoint(text, 0, ids="text")
