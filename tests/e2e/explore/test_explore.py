@@ -529,6 +529,12 @@ def test_a_page_of_a_proxy_is_told_in_a_sentence(tab: Explorer, client: httpx.Cl
     assert "The answer is not from the service" in problem.inner_text()
     assert problem.get_by_role("button").count() == 0, "undoing an edit would not help"
     tab.page.unroute_all()
+    tab.page.route("**/rank", lambda route: route.fulfill(status=502, content_type="text/html", body="Bad gateway"))
+    tab.page.locator("#clock").fill("240")
+    problem.get_by_text("The service cannot be reached: a proxy before it answered 502.").wait_for()
+    tab.refusals(502)
+    tab.page.unroute_all()
+    tab.settle(lambda: tab.page.locator("#undo").click())
     tab.settle(lambda: tab.page.locator("#user").select_option("0"))
     assert problem.is_hidden()
     assert tab.shown() == ranked(client, WITHOUT | {"user_id": "0"})
