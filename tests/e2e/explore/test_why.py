@@ -256,6 +256,28 @@ def test_reasons_come_after_a_refusal_or_a_lost_connection(routed: Explorer, sta
     routed.complaints.clear()
 
 
+def test_a_side_that_waits_longer_holds_up_no_other(routed: Explorer) -> None:
+    """Of two sides, each asks again when its own Retry-After allows it."""
+    asked: list[int] = []
+
+    def busy(route: Any) -> None:
+        events = len(json.loads(route.request.post_data)["history"])
+        asked.append(events)
+        if events == len(EXAMPLE["history"]) and asked.count(events) > 1:
+            route.continue_()
+        else:
+            seconds = "1" if events == len(EXAMPLE["history"]) else "600"
+            route.fulfill(status=503, headers={"retry-after": seconds}, json=BUSY | {"status": 503})
+
+    routed.open().page.route("**/explain", busy)
+    routed.click("Compare")
+    routed.forget()
+    routed.page.locator(".list").first.get_by_role("button", name="Why").first.click()
+    routed.page.locator(".list").first.locator(".reasons").wait_for()
+    assert Counter(asked) == {len(EXAMPLE["history"]): 2, len(EXAMPLE["history"]) - 1: 1}
+    routed.refusals(503)
+
+
 def test_attention_comes_after_a_refusal(routed: Explorer) -> None:
     asked: list[str] = []
 
