@@ -42,7 +42,6 @@ interface Reply {
   actions: string[];
   weights: Weights;
   sent: any;
-  history_dropped: number;
   timings_ms: Weights;
   model: { name: string; version: string };
   models: { ranker: { name: string; version: string } };
@@ -67,7 +66,7 @@ interface Explained {
   of: Map<string, any>;
   places: number[];
   history: Event_[];
-  groups: { name: string; places: number[]; changes: Map<string, number> }[];
+  groups: { key: string; name: string; places: number[]; changes: Map<string, number> }[];
   looked: { post: string; heads: number[][][]; user: number[][]; itself: number[][] } | null;
   message?: string;
   refused?: string;

@@ -13,7 +13,7 @@ const NOT_THE_SERVICE = "The answer is not from the service: reload this page, i
 /** A refusal: the problem that the service answered with, that it could not be reached, or that another answered for it. */
 class Refused extends Error {
   constructor(status, problem, retryAfter) {
-    super(problem.detail ?? problem.title ?? "The service cannot be reached.");
+    super(problem.detail ?? problem.title ?? `The service cannot be reached${status ? `: a proxy before it answered ${status}` : ""}.`);
     Object.assign(this, { status, code: problem.code, retryAfter });
   }
 }

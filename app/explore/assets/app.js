@@ -70,6 +70,10 @@ export const app = /** @type {any} */ ({
   known(post) {
     return { author_id: this.names.nobody, ...this.names.posts.get(String(post.post_id)), ...post, post_id: String(post.post_id) };
   },
+  /** An id for a made-up post: neither known here nor on the page. */
+  unseen() {
+    return this.names.unseen(new Set(this.state.sides.flatMap(({ history, candidates }) => [...history, ...candidates]).map(({ post_id }) => post_id)));
+  },
   /** The one thing to try of the open story; none once it is done. */
   hint() {
     return STORIES[this.state.story]?.hint(this, this.request) ?? null;
@@ -171,7 +175,7 @@ export const app = /** @type {any} */ ({
   addCandidate() {
     const met = new Set(this.request.candidates.map(({ post_id }) => post_id));
     const fresh = [...this.names.posts].find(([id]) => !met.has(id));
-    const [post_id, { author_id, created_at }] = fresh ?? [String(1 + met.size), { author_id: "1", created_at: 0 }];
+    const [post_id, { author_id, created_at }] = fresh ?? [this.unseen(), { author_id: "1", created_at: 0 }];
     this.change("add post", `Added a post of ${this.names.author(author_id)}`, ({ candidates }) => candidates.push({ post_id, author_id, created_at, ...this.names.codes({ post_id }) }));
     this.gesture.key = "";
   },

@@ -14,7 +14,7 @@ export function caption(did, before, posts, names) {
   const fresh = posts.length - both.length;
   const set = fresh ? ` ${many(fresh, "row")} new.` : "";
   if (!both.length) return `${did}: ${posts.length ? "another list" : "no posts"}.`;
-  if (!fresh && both.every(({ score }) => score === 0)) return `${did}: nothing changed; every score has the same bits.`;
+  if (!fresh && both.every(({ score }) => score === 0)) return `${did}: no score changed; every score has the same bits.`;
   const mover = both.reduce((most, each) => (bigger(each, most) ? each : most));
   const { post, was, score, places } = mover;
   const who = names.post(post);

@@ -68,19 +68,23 @@ const rank = latest(async () => {
 /** @type {Map<() => void, number>} */ const waiting = new Map(); // the timer of what is asked again
 
 const explain = latest(async () => {
-  for (const side of app.replies.keys()) {
+  for (const side of due) {
+    due.delete(side);
     if (app.state.open === null || (app.held && !side) || !app.shown(side).some(({ key }) => key === app.state.open)) continue;
-    const again = (/** @type {number} */ seconds) => explainSoon(1000 * seconds);
+    const again = (/** @type {number} */ seconds) => explainSoon(1000 * seconds, [side]);
     app.explained[side] = await explainSide(app, side, again);
     drawLists(app);
     if (app.attention && (await lookAt(app, side, again))) drawLists(app);
   }
 });
 
-let explaining = 0;
-function explainSoon(/** @type {number} */ milliseconds) {
-  clearTimeout(explaining);
-  if (app.state.open !== null) explaining = setTimeout(explain, milliseconds);
+/** @type {Set<number>} */ const due = new Set(); // the sides to explain
+/** @type {number[]} */ const explaining = []; // the timer of each
+function explainSoon(/** @type {number} */ milliseconds, sides = [0, 1]) {
+  for (const side of sides) {
+    clearTimeout(explaining[side]);
+    if (app.state.open !== null) explaining[side] = setTimeout(() => (due.add(side), explain()), milliseconds);
+  }
 }
 
 /** Show why there is no ranking, mark the list that is old, and ask again where that can help; a refused state can be left.

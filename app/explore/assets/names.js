@@ -6,6 +6,7 @@ export class Names {
   constructor(given, topics = [], ids = "uint64") {
     /** The id of no user and of no author. Text ids have none: there it is the empty text, which is no id. */
     this.nobody = ids === "text" ? "" : "0";
+    this.ids = ids;
     this.authors = byAnyId(given?.authors);
     this.users = byAnyId(given?.users);
     /** @type {Record<string, {name: string}>} */ this.titles = byAnyId(given?.posts);
@@ -21,6 +22,14 @@ export class Names {
       const topic = post.topics?.[0] ?? this.topic(post);
       const created_at = post.created_at || known?.created_at || 0;
       this.posts.set(post.post_id, { author_id: post.author_id, topic, created_at, ...codesOf(post, known) });
+    }
+  }
+
+  /** An id for a made-up post: neither known here nor one of `met`. @param {Set<string>} met */
+  unseen(met) {
+    for (let count = 1; ; count++) {
+      const id = this.ids === "text" ? `unseen ${count}` : String(2n ** 64n - BigInt(count));
+      if (!met.has(id) && !this.posts.has(id) && !(id in this.titles)) return id;
     }
   }
 
@@ -53,7 +62,7 @@ export class Names {
 
   user(/** @type {string} */ id) {
     const known = this.users[id];
-    return known ? [known.name, known.likes.join(" and ")].filter(Boolean).join(", ") : id === this.nobody ? "nobody signed in" : `user ${short(id)}`;
+    return known ? [known.name, (known.likes ?? []).join(" and ")].filter(Boolean).join(", ") : id === this.nobody ? "nobody signed in" : `user ${short(id)}`;
   }
 
   /** The hue of a topic, in degrees. @param {string | undefined} topic */

@@ -37,6 +37,16 @@ function told(refused, again) {
   return `${refused.message} Trying again.`;
 }
 
+/** What /explain says of a side's posts. Where another model answers than ranked them, they are ranked anew.
+ * @param {App} app @param {number} side @param {any} body */
+async function ask(app, side, body) {
+  const { model, models } = app.replies[side];
+  const { value } = await call("explain", body);
+  if (value.model.version === (model ?? models.ranker).version) return value;
+  app.rank();
+  throw new Error("Another model answers now.");
+}
+
 /** The reasons of one side. What an earlier call got for the same question is not asked for again.
  * @param {App} app @param {number} side @param {(seconds: number) => void} again @returns {Promise<Explained>} */
 export async function explainSide(app, side, again) {
@@ -48,19 +58,19 @@ export async function explainSide(app, side, again) {
   /** @type {Explained} */ const explained = { asked, of: new Map(), places: [], history: sent.history, groups: [], looked: null };
   if (isPart) Object.assign(explained, { ...before, message: undefined, refused: undefined });
   try {
-    if (!isPart) Object.assign(explained, await askReasons(posts, request));
+    if (!isPart) Object.assign(explained, await askReasons(app, side, posts, request));
   } catch (/** @type {any} */ refused) {
     return { ...explained, message: told(refused, again) };
   }
   return { ...explained, ...(await askGroups(app, request(posts), posts, explained, again)) };
 }
 
-/** @param {Shown[]} posts @param {(posts: Shown[]) => any} request */
-async function askReasons(posts, request) {
+/** @param {App} app @param {number} side @param {Shown[]} posts @param {(posts: Shown[]) => any} request */
+async function askReasons(app, side, posts, request) {
   /** @type {Map<string, any>} */ const of = new Map();
   /** @type {number[]} */ let places = [];
   for (const list of withoutTwins(posts)) {
-    const { value } = await call("explain", { ...request(list), explain: list.map(({ post_id }) => post_id) });
+    const value = await ask(app, side, { ...request(list), explain: list.map(({ post_id }) => post_id) });
     list.forEach(({ own }, at) => of.set(own, value.candidates[at]));
     places = value.events.place;
   }
@@ -74,7 +84,7 @@ export async function lookAt(app, side, again) {
   const explained = app.explained[side];
   if (!open || explained.message || explained.looked?.post === open.own) return false;
   try {
-    const { value } = await call("explain", { ...request([open]), explain: [open.post_id] });
+    const value = await ask(app, side, { ...request([open]), explain: [open.post_id] });
     explained.looked = { post: open.own, ...value.candidates[0].attention };
   } catch (/** @type {any} */ refused) {
     explained.message = told(refused, again);
@@ -86,36 +96,37 @@ export async function lookAt(app, side, again) {
  * @param {App} app @param {any} request @param {Shown[]} posts its candidates @param {Explained} explained @param {(seconds: number) => void} again
  * @returns {Promise<Pick<Explained, "groups" | "refused">>} */
 async function askGroups(app, request, posts, { of, groups: before }, again) {
-  /** @type {Map<string, number[]>} */ const groups = new Map();
-  const add = (/** @type {string | undefined} */ name, /** @type {number} */ place) => name && groups.set(name, [...(groups.get(name) ?? []), place]);
+  /** @type {Map<string, {key: string, name: string, places: number[]}>} */ const groups = new Map();
+  const add = (/** @type {string} */ key, /** @type {string} */ name, /** @type {number} */ place) =>
+    groups.set(key, { key, name, places: [...(groups.get(key)?.places ?? []), place] });
   request.history.forEach((/** @type {Event_} */ event, /** @type {number} */ place) => {
     const [author, topic] = [app.names.author(event.author_id), app.names.topic(event)];
-    add(`all of ${author}`, place);
-    add(topic && topic !== author ? `all about ${topic}` : undefined, place);
+    add(`author ${event.author_id}`, `all of ${author}`, place);
+    if (topic && topic !== author) add(`topic ${topic}`, `all about ${topic}`, place);
   });
   const whole = request.history.map((/** @type {any} */ _, /** @type {number} */ place) => place);
-  const several = [...groups].filter(([, places]) => places.length > 1);
-  const wanted = whole.length ? [...several, ["the whole history", whole]] : several;
-  const some = /** @type {[string, number[]][]} */ (wanted.slice(-app.info.limits.max_batch_requests));
-  const missing = some.filter(([name]) => !before.some((group) => group.name === name));
+  const several = [...groups.values()].filter(({ places }) => places.length > 1);
+  const wanted = whole.length ? [...several, { key: "whole", name: "the whole history", places: whole }] : several;
+  const some = wanted.slice(-app.info.limits.max_batch_requests);
+  const missing = some.filter(({ key }) => !before.some((group) => group.key === key));
   if (!missing.length) return { groups: before };
-  const requests = missing.map(([, places]) => ({ ...request, history: request.history.filter((/** @type {any} */ _, /** @type {number} */ at) => !places.includes(at)) }));
+  const requests = missing.map(({ places }) => ({ ...request, history: request.history.filter((/** @type {any} */ _, /** @type {number} */ at) => !places.includes(at)) }));
   /** @type {{candidates?: any[], error?: any}[]} */ let results;
   try {
     results = (await call("rank/batch", { requests })).value.results;
   } catch (error) {
     results = missing.map(() => ({ error }));
   }
-  /** @type {Map<string, Explained["groups"][0]>} */ const got = new Map(before.map((group) => [group.name, group]));
-  missing.forEach(([name, places], at) => {
+  /** @type {Map<string, Explained["groups"][0]>} */ const got = new Map(before.map((group) => [group.key, group]));
+  missing.forEach((group, at) => {
     const left = results[at].candidates;
-    if (left) got.set(name, { name, places, changes: new Map(posts.map(({ own }, post) => [own, of.get(own).score - left[post].score])) });
+    if (left) got.set(group.key, { ...group, changes: new Map(posts.map(({ own }, post) => [own, of.get(own).score - left[post].score])) });
   });
-  const refusals = missing.map(([name], at) => ({ name, error: results[at].error })).filter(({ error }) => error);
+  const refusals = missing.map(({ name }, at) => ({ name, error: results[at].error })).filter(({ error }) => error);
   const names = refusals.map(({ name }) => `“${name}”`).join(", ");
   const first = refusals.find(({ error }) => isPassing(error.status)) ?? refusals[0];
   return {
-    groups: some.flatMap(([name]) => got.get(name) ?? []),
+    groups: some.flatMap(({ key }) => got.get(key) ?? []),
     refused: first && `No numbers for ${names}: ${told({ ...first.error, message: first.error.detail ?? first.error.message }, again)}`,
   };
 }

@@ -10,7 +10,7 @@ export function drawTimeline(app) {
   const { request } = app;
   const hint = app.hint();
   rebuild(byId("viewer"), [userChoice(app, hint), topicButtons(app, hint), eventForm(app)]);
-  const dropped = app.replies[app.state.side]?.history_dropped ?? 0;
+  const dropped = request.history.length - app.info.architecture.history_length;
   const events = request.history.map((event, place) => drawEvent(app, event, place, place < dropped, hint)).reverse();
   const none = h("li", { class: "soft none" }, "No events: the model knows the user's id alone.");
   rebuild(byId("events"), events.length ? events : [none]);
@@ -128,12 +128,12 @@ function drawEvent(/** @type {App} */ app, /** @type {Event_} */ event, /** @typ
   );
 }
 
-/** An event with a post of this author: one that is known here, else one that the model has never seen.
+/** An event with a post of this author: one that is known here, else a made-up one.
  * @param {App} app @param {string} author @param {Record<string, number>} actions @returns {Event_} */
 export function eventWith(app, author, actions) {
   const met = new Set(app.request.history.map((event) => event.post_id));
   const theirs = [...app.names.posts].filter(([, post]) => post.author_id === author).map(([id]) => id);
-  const post = theirs.find((id) => !met.has(id)) ?? theirs[0] ?? author;
+  const post = theirs.find((id) => !met.has(id)) ?? theirs[0] ?? app.unseen();
   return { post_id: post, author_id: author, actions, dwell_time: actions.dwell ? 12 : 0, ...app.names.codes({ post_id: post }) };
 }
 

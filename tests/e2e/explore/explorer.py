@@ -83,6 +83,10 @@ class Explorer:
         self.page.wait_for_selector("body[data-ranked]")
         return self
 
+    def carry(self, example: Json, names: Json) -> None:
+        """Let the next load find these beside the checkpoint."""
+        self.page.route("**/checkpoint.json", lambda route: route.fulfill(json={"example": example, "names": names}))
+
     def settle(self, act: Callable[[], Any]) -> None:
         """Do it, and wait for the ranking that follows."""
         before = self.page.evaluate("document.body.dataset.ranked")

@@ -125,6 +125,46 @@ def test_nobody_without_a_history_can_like_any_topic(tab: Explorer, client: http
         assert tab.shown() == ranked(client, request)
 
 
+def test_a_made_up_post_has_the_id_of_no_other(tab: Explorer, text_tab: Explorer) -> None:
+    """Authors and posts may have the same ids, as films and genres of MovieLens do."""
+    names = {
+        "users": {"1": {"name": "User one"}},
+        "authors": {"18": {"name": "Western", "topic": "Western"}},
+        "posts": {"18": {"name": "Four Rooms"}, "2": {"name": "GoldenEye"}},
+        "topics": ["Western"],
+    }
+    for each, user in ((tab, "0"), (text_tab, "1")):
+        example = {"user_id": user, "history": [], "candidates": [{"post_id": "60", "author_id": "1"}]}
+        each.carry(example, names)
+        assert each.open().page.locator('#user option[value="1"]').inner_text() == "User one"
+        each.click("Western")
+        each.page.locator("#author").select_option("18")
+        each.click("Add", exact=True)
+        each.page.locator("#posts > summary").click()
+        each.click("Add a post")
+        request = each.sent()
+        made = {post["post_id"] for post in (*request["history"], request["candidates"][1])}
+        assert len(made) == 3
+        assert not made & {*names["posts"], "60"}
+        assert {event["author_id"] for event in request["history"]} == {"18"}
+        with httpx.Client(base_url=each.url) as client:
+            assert each.shown() == ranked(client, request)
+        each.page.unroute_all()
+
+
+def test_events_beyond_the_window_are_marked_at_once(tab: Explorer, client: httpx.Client) -> None:
+    window = client.get("/info").json()["architecture"]["history_length"]
+    events = [EXAMPLE["history"][0] | {"post_id": str(10**18 + at)} for at in range(window + 7)]
+    long = EXAMPLE | {"history": events}
+    assert client.post("/rank", json=long).json()["history_dropped"] == 7
+    dropped = tab.page.locator("#events .dropped")
+    tab.open().settle(lambda: tab.paste(long))
+    assert dropped.count() == 7
+    for control, count in {"Add": 8, "Start over": 0, "Undo": 8}.items():
+        tab.click(control, exact=True)
+        assert dropped.count() == count, control
+
+
 def test_candidates_are_edited_by_hand(tab: Explorer, client: httpx.Client) -> None:
     tab.open().page.locator("#posts > summary").click()
     rows, posts = tab.page.locator("#candidates li"), copy.deepcopy(EXAMPLE["candidates"])
@@ -355,8 +395,15 @@ def test_an_edit_is_told_in_a_sentence(tab: Explorer) -> None:
     assert "no post moved. The largest change of a score:" in tab.page.locator("#caption").inner_text()
     for _ in range(2):
         tab.click("Reset weights")
-    assert "nothing changed; every score has the same bits" in tab.page.locator("#caption").inner_text()
+    assert "no score changed; every score has the same bits" in tab.page.locator("#caption").inner_text()
     assert set(tab.page.locator(".list .delta").all_text_contents()) == {"="}
+    [(first, *_), *_] = tab.shown()
+    tab.page.locator("#posts > summary").click()
+    tab.settle(
+        lambda: tab.page.locator(f'#candidates [data-post="{first}"]').get_by_role("button", name="Remove").click()
+    )
+    assert set(tab.page.locator(".list .move").all_text_contents()) == {"▲1"}
+    assert "no score changed; every score has the same bits" in tab.page.locator("#caption").inner_text()
 
 
 def test_the_corpus_shows_the_best_post_of_each_author(tab: Explorer, client: httpx.Client) -> None:
@@ -482,6 +529,12 @@ def test_a_page_of_a_proxy_is_told_in_a_sentence(tab: Explorer, client: httpx.Cl
     assert "The answer is not from the service" in problem.inner_text()
     assert problem.get_by_role("button").count() == 0, "undoing an edit would not help"
     tab.page.unroute_all()
+    tab.page.route("**/rank", lambda route: route.fulfill(status=502, content_type="text/html", body="Bad gateway"))
+    tab.page.locator("#clock").fill("240")
+    problem.get_by_text("The service cannot be reached: a proxy before it answered 502.").wait_for()
+    tab.refusals(502)
+    tab.page.unroute_all()
+    tab.settle(lambda: tab.page.locator("#undo").click())
     tab.settle(lambda: tab.page.locator("#user").select_option("0"))
     assert problem.is_hidden()
     assert tab.shown() == ranked(client, WITHOUT | {"user_id": "0"})
@@ -538,6 +591,21 @@ def test_another_model_is_said_and_has_its_own_names(browser: Any, tmp_path: Pat
             assert "emoved" in tab.page.locator("#caption").inner_text(), "the same model answered twice"
             tab.settle(lambda: tab.page.locator("#restart").click())
             assert tab.shown() == ranked(client, json.loads((small / "example.json").read_text()))
+        assert tab.complaints == []
+
+
+def test_another_model_that_explains_is_said(browser: Any, tmp_path: Path) -> None:
+    small, link = tmp_path / "small", tmp_path / "link"
+    write_small_checkpoint(small, 0)
+    lead(link, DEMO)
+    with ready(watching(link)) as live, Explorer(browser, live.url) as tab:
+        tab.open()
+        serve_next(live, link, small)
+        tab.page.get_by_role("button", name="Why").first.click()
+        tab.page.get_by_text("Another model answers now: random ").wait_for()
+        tab.page.locator(".reasons").wait_for()
+        with httpx.Client(base_url=live.url) as client:
+            assert tab.shown() == ranked(client, EXAMPLE)
         assert tab.complaints == []
 
 

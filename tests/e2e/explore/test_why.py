@@ -111,6 +111,25 @@ def test_groups_are_what_rank_says_without_all_their_events(why: Explorer, clien
         assert numbers([change])[0] == pytest.approx(whole - without[top], abs=THREE_DIGITS), name
 
 
+def test_authors_with_one_name_are_groups_of_their_own(routed: Explorer, client: httpx.Client) -> None:
+    authors = {author: about | {"name": "Kim Lee"} for author, about in NAMES["authors"].items()}
+    routed.carry(EXAMPLE, NAMES | {"authors": authors})
+    routed.open().why()
+    rows = routed.page.locator(".groups tbody tr:has-text('all of Kim Lee')")
+    rows.first.wait_for()
+    top, _, whole = routed.shown()[0]
+    counts = Counter(event["author_id"] for event in EXAMPLE["history"])
+    expected = []
+    for author, count in counts.items():
+        if count > 1:
+            kept = [event for event in EXAMPLE["history"] if event["author_id"] != author]
+            without = {post: score for post, _, score in ranked(client, EXAMPLE | {"history": kept})}
+            expected.append((f"{count} events", whole - without[top]))
+    told = [(events, *numbers([change])) for _, events, change, *_ in rows.evaluate_all(CELLS)]
+    assert [events for events, _ in told] == [events for events, _ in expected]
+    np.testing.assert_allclose([each for _, each in told], [each for _, each in expected], atol=THREE_DIGITS)
+
+
 def test_a_large_part_that_is_not_covered_is_said_where_it_is(tab: Explorer, explained: dict[str, Json]) -> None:
     tab.open()
     changes = {post: each["change"] for post, each in explained.items()}
@@ -235,6 +254,28 @@ def test_reasons_come_after_a_refusal_or_a_lost_connection(routed: Explorer, sta
     assert len(asked) == 2
     assert all("503" in each or "ERR_FAILED" in each for each in routed.complaints)
     routed.complaints.clear()
+
+
+def test_a_side_that_waits_longer_holds_up_no_other(routed: Explorer) -> None:
+    """Of two sides, each asks again when its own Retry-After allows it."""
+    asked: list[int] = []
+
+    def busy(route: Any) -> None:
+        events = len(json.loads(route.request.post_data)["history"])
+        asked.append(events)
+        if events == len(EXAMPLE["history"]) and asked.count(events) > 1:
+            route.continue_()
+        else:
+            seconds = "1" if events == len(EXAMPLE["history"]) else "600"
+            route.fulfill(status=503, headers={"retry-after": seconds}, json=BUSY | {"status": 503})
+
+    routed.open().page.route("**/explain", busy)
+    routed.click("Compare")
+    routed.forget()
+    routed.page.locator(".list").first.get_by_role("button", name="Why").first.click()
+    routed.page.locator(".list").first.locator(".reasons").wait_for()
+    assert Counter(asked) == {len(EXAMPLE["history"]): 2, len(EXAMPLE["history"]) - 1: 1}
+    routed.refusals(503)
 
 
 def test_attention_comes_after_a_refusal(routed: Explorer) -> None:
