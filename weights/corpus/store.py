@@ -97,8 +97,8 @@ def check_loads(directory: Path) -> None:
     try:
         load_corpus(directory)
     except CheckpointError as error:
-        assert isinstance(error.__cause__, Exception)
-        raise CheckpointError(reason_of(error.__cause__)) from error
+        cause = error.__cause__
+        raise CheckpointError(reason_of(cause if isinstance(cause, Exception) else error)) from error
 
 
 def load_corpus_manifest(path: str | Path) -> CorpusManifest:

@@ -175,7 +175,7 @@ class Redis6(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         entries = [[b"1-0", [b"change", b"a"]], [b"3-0", [b"change", b"c"]]]
-        info = [b"length", 2, b"last-generated-id", b"3-0", b"groups", 0, b"first-entry", entries[0], b"last-entry", entries[1]]
+        info = [b"length", 2, b"last-generated-id", b"3-0", b"first-entry", entries[0], b"last-entry", entries[1]]
         while line := self.rfile.readline():
             command = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
             self.wfile.write(_encoded({b"XRANGE": entries, b"XINFO": info}.get(command[0].split()[0], "OK")))
