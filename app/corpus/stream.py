@@ -116,8 +116,10 @@ class RedisStream:
             if position:
                 raise FeedError(f"The stream, which was read up to {position}, is gone.")
             return  # nobody has written yet
+        if not {"max-deleted-entry-id", "entries-added"} <= info.keys():
+            raise FeedError("This Redis is older than 7.0 and cannot say what was deleted from the stream.")
         last, length = info["last-generated-id"].decode(), info["length"]
-        deleted = info.get("max-deleted-entry-id", b"0-0").decode()  # by XDEL; Redis 7 says it
+        deleted = info["max-deleted-entry-id"].decode()  # by XDEL
         if position and _numbers(deleted) > _numbers(position):
             raise FeedError(
                 f"The stream no longer holds {deleted}, which was deleted after {position}, the last one that was read: begin with a newer "
@@ -138,7 +140,7 @@ class RedisStream:
                 f"The stream no longer holds {position}, the last one that was read, and ends at {last}: begin with a newer snapshot "
                 "of the corpus, or restore the stream."
             )
-        if not position and info.get("entries-added", length) != length:
+        if not position and info["entries-added"] != length:
             raise FeedError(
                 f"The stream holds {length} of the {info['entries-added']} entries that were ever written: begin with a corpus that names "
                 "its position in it."
@@ -179,7 +181,7 @@ def _in_our_words() -> Iterator[None]:
     lasting: dict[type[Exception], str] = {
         exceptions.AuthenticationError: "Redis refuses the feed's user or password.",
         exceptions.NoPermissionError: "Redis does not allow the feed's user to do this: it needs XRANGE, XREAD and XINFO on the stream, "
-        "and XADD and XRANGE on the one for unreadable entries.",
+        "XADD and XRANGE on the one for unreadable entries, and SELECT if the address names a database.",
         exceptions.MovedError: "This node of a Redis Cluster does not hold the stream: name the node that does.",
         exceptions.ReadOnlyError: "This Redis is a replica, which takes no entries: name the primary.",
         exceptions.OutOfMemoryError: "Redis is out of memory.",

@@ -1,7 +1,11 @@
 """The parent of several processes: binds the sockets, starts one engine process and the workers, and starts again what ends.
 
 SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal, a second later or more, ends all at once
+<<<<<<< HEAD
 SIGHUP             the workers read the file of keys again, the engine process the checkpoints and the corpus
+=======
+SIGHUP             the workers take the keys that their file holds now, if it can be used; the engine process loads the present checkpoint
+>>>>>>> m-state
 a worker ends      it is started again; a process that stays stopped (SIGSTOP) is killed first
 no worker starts   all end: with 2 if the settings cannot be used, else as the last one that failed several times in a row
 the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70
@@ -29,7 +33,7 @@ import msgspec
 import structlog
 
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE, SAME_SIGNAL_SECONDS
-from app.settings import Settings, config_of
+from app.settings import Auth, Settings, SettingsProblem, config_of
 from app.telemetry import logs
 
 PREFIX = "phoenix-ranker-processes-"  # of the directory for temporary files
@@ -37,7 +41,8 @@ MARKER = "made-by-phoenix-ranker"  # in it: only a directory that holds this fil
 SOCKET = "engine"  # beside the marker: the engine process's socket
 PATHS_FILE = "loaded.json"  # beside the socket: what a reload loaded last
 CONFIG_FILE = "settings.toml"  # beside the socket: the file of settings as it was at the start
-LEFT_FILES = {MARKER, SOCKET, PATHS_FILE, "loaded.partial", CONFIG_FILE}
+KEYS_FILE = "keys.json"  # beside the socket: what the file of keys held when it could last be used
+LEFT_FILES = {MARKER, SOCKET, PATHS_FILE, "loaded.partial", CONFIG_FILE, KEYS_FILE, "keys.partial"}
 VARIABLE = "_RANKER_ROLE"  # not a setting: nobody sets it by hand
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.05
@@ -226,11 +231,20 @@ class Parent:
             code = self._look()
             if signal.SIGHUP in self.signals:
                 self.signals.remove(signal.SIGHUP)
-                for child in (self.engine, *self.workers):
+                for child in (self.engine, *(self.workers if self._has_copied_keys() else ())):
                     child.send(signal.SIGHUP)
             time.sleep(LOOK_SECONDS)
         stopped = self._stop()
         return code or stopped
+
+    def _has_copied_keys(self) -> bool:
+        """Copy the keys that their file holds now for the workers. False, and the log says why, if it cannot be used: the old ones stay."""
+        try:
+            copied_keys(self.settings.auth, self.folder)
+        except (OSError, SettingsProblem) as error:
+            log.error("keys_refused", reason=str(error))
+            return False
+        return True
 
     def _look(self) -> int:
         """Start what should run. Return an exit code where all should end."""
@@ -316,9 +330,9 @@ def run(settings: Settings, arguments: Sequence[str]) -> int:
             log.error("fatal", reason=f"no directory for temporary files can be used: {error.strerror}")
             return EXIT_START
         try:
-            arguments = with_copied_config(arguments, folder)
+            arguments = [*with_copied_config(arguments, folder), *copied_keys(settings.auth, folder)]
         except OSError as error:  # such as for a pipe, which can be read once
-            log.error("fatal", reason=f"the file of settings cannot be copied: {error}")
+            log.error("fatal", reason=f"the file of settings or that of keys cannot be copied: {error}")
             return EXIT_START
         code = Parent(settings, arguments, sockets, folder).run()
     logs.drain()
@@ -334,6 +348,20 @@ def with_copied_config(arguments: Sequence[str], folder: int) -> Sequence[str]:
     copy = f"/proc/self/fd/{folder}/{CONFIG_FILE}"
     shutil.copyfile(config, copy)
     return ["--config", copy, *others]
+
+
+def copied_keys(auth: Auth, folder: int) -> list[str]:
+    """Copy the keys that their file holds now into this directory, where only its owner may read them; the arguments that name the copy in
+    place of the file, none without one. A process that is started again has the keys of the others so. Raises OSError, SettingsProblem."""
+    if auth.keys_file is None:
+        return []
+    keys = {name: digest.hex() for name, digest in auth.read().items()}
+    copy = Path(f"/proc/self/fd/{folder}/{KEYS_FILE}")
+    partial = copy.with_suffix(".partial")
+    partial.touch(0o600)
+    partial.write_bytes(msgspec.json.encode(keys))
+    partial.rename(copy)
+    return [f"--auth.keys-file={copy}"]
 
 
 @contextlib.contextmanager

@@ -127,6 +127,8 @@ class Posts:
                     raise CheckpointError(f"{self._topics_file} has {count} lines for {self.posts} posts.")
                 file.seek(0)
                 while lines := [line.rstrip("\n") for line in islice(file, 65536)]:
+                    if any("\0" in line for line in lines):  # numpy drops one at the end
+                        raise CheckpointError(f"{self._topics_file} holds a NUL, which no topic may have.")
                     yield np.array(lines)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self._topics_file} cannot be read as text: {reason_of(error)}.") from error

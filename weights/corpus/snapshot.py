@@ -16,7 +16,7 @@ from model.retrieval.corpus import ROWS_PER_STEP, Corpus, packed
 from model.retrieval.inputs import Change, joined_codes
 from weights.corpus.changes import read_changes
 from weights.corpus.manifest import CODES, TEXTS, VECTORS, CorpusManifest, corpus_tensors
-from weights.corpus.store import load_corpus, load_corpus_manifest
+from weights.corpus.store import check_loads, load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME
 from weights.format.writer import check_target, refused_writing, write_file, write_files, written_beside
@@ -65,7 +65,7 @@ def write_snapshot(directory: Path, out: Path) -> CorpusManifest:
                 mark=change.mark,
             )
             write_file(partial / MANIFEST_NAME, manifest.to_json())
-            load_corpus(partial)
+            check_loads(partial)
         return manifest
 
 

@@ -14,8 +14,8 @@ from model.retrieval.corpus import Corpus, worst_norm
 from model.retrieval.inputs import Mark
 from weights.checkpoint import Encoder
 from weights.corpus.manifest import CODES, TEXTS, VECTORS, CorpusManifest, corpus_tensors
-from weights.errors import CheckpointError
-from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from weights.errors import CheckpointError, reason_of
+from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
 from weights.format.tensorfile import Progress
 from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
@@ -92,6 +92,15 @@ def read_corpus(
     )
 
 
+def check_loads(directory: Path) -> None:
+    """Raises CheckpointError, without the path, for a corpus that `load_corpus` refuses: before it is put in place."""
+    try:
+        load_corpus(directory)
+    except CheckpointError as error:
+        cause = error.__cause__
+        raise CheckpointError(reason_of(cause if isinstance(cause, Exception) else error)) from error
+
+
 def load_corpus_manifest(path: str | Path) -> CorpusManifest:
     """Read and check only the manifest; the files it lists are not opened. Raises CheckpointError."""
     with opened("Corpus", Path(path)) as directory:
@@ -140,7 +149,8 @@ def write_corpus(
 
     `topics` is called for the names after the column has been written; `text_width` is W of the column `texts`, `code_levels` q of `codes`.
     Written to a temporary directory and renamed, so a reader sees all or nothing.
-    Raises CheckpointError for values that are not finite, for too many or too few values, and for a path in use.
+    Raises CheckpointError for values that are not finite, for too many or too few values, for what `load_corpus` would refuse, and for
+    a path in use.
     """
     path, made_by = Path(path).absolute(), encoder.manifest
     width = made_by.config.width
@@ -171,7 +181,12 @@ def write_corpus(
         with written_beside(path, replace=replace) as partly:
             files = write_files(partly, tensors, pieces, progress)
             manifest = described(topics=tuple(topics()), files=files).versioned()
-            write_file(partly / MANIFEST_NAME, manifest.to_json())
+            if len(content := manifest.to_json()) > MAX_MANIFEST_BYTES:
+                raise CheckpointError(
+                    f"its {len(manifest.topics)} topics make {MANIFEST_NAME} longer than {MAX_MANIFEST_BYTES} bytes"
+                )
+            write_file(partly / MANIFEST_NAME, content)
+            check_loads(partly)
         for left in path.glob("changes-*"):  # of the corpus that was replaced
             if not left.name.startswith(changes_file(path, manifest).stem):
                 left.unlink(missing_ok=True)

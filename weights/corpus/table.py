@@ -67,7 +67,10 @@ class PostsTable(Posts):
 
     def _texts(self) -> Iterator[NDArray[Any]]:
         for table, place in self._tables("topics"):
-            yield column_of(table, "topics", pa.string(), place, "").astype(str)
+            topics = column_of(table, "topics", pa.string(), place, "")
+            if rows := [row for row, topic in enumerate(topics) if "\0" in topic]:  # numpy drops one at the end
+                raise LogError(f"{place(rows[0])}: column topics holds a NUL, which no topic may have")
+            yield topics.astype(str)
 
     def _tables(self, *names: str) -> Iterator[tuple[pa.Table, Place]]:
         return tables_of(self._source, PIECE_ROWS, list(names))

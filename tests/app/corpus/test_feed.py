@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -160,6 +161,46 @@ def test_a_user_with_the_documented_commands_is_enough(redis: RedisServer) -> No
     stream_of(redis, "ranker:word@").bury(entry, "is no JSON")
     assert stream.after(entry.position, 10, 0.01) == []
     assert len(redis.client().xrange("posts:unreadable")) == 1
+    redis.client().execute_command("SELECT", "2")
+    numbered = redis.address("2/posts").replace("redis://", "redis://ranker:word@")
+    with pytest.raises(FeedError, match="SELECT if the address names a database"):
+        open_feed(numbered).after("", 10, 0.01)
+    assert "add `+select`" in (ROOT / "docs/deploy.md").read_text()
+    redis.client().execute_command("ACL", "SETUSER", "ranker", "+select")
+    assert open_feed(numbered).after("", 10, 0.01) == []
+
+
+class Redis6(socketserver.StreamRequestHandler):
+    """Answers as a Redis 6 whose stream holds the first and the last of three entries."""
+
+    def handle(self) -> None:
+        entries = [[b"1-0", [b"change", b"a"]], [b"3-0", [b"change", b"c"]]]
+        info = [b"length", 2, b"last-generated-id", b"3-0", b"first-entry", entries[0], b"last-entry", entries[1]]
+        while line := self.rfile.readline():
+            command = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+            self.wfile.write(_encoded({b"XRANGE": entries, b"XINFO": info}.get(command[0].split()[0], "OK")))
+
+
+def _encoded(reply: Any) -> bytes:
+    """As the protocol of Redis has it."""
+    match reply:
+        case str():
+            return b"+%b\r\n" % reply.encode()
+        case int():
+            return b":%d\r\n" % reply
+        case bytes():
+            return b"$%d\r\n%b\r\n" % (len(reply), reply)
+    return b"*%d\r\n%b" % (len(reply), b"".join(map(_encoded, reply)))
+
+
+@pytest.mark.parametrize("position", ["", "1-0"])
+def test_a_redis_that_does_not_say_what_was_deleted_is_refused(position: str) -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), Redis6) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        stream = open_feed(f"redis://127.0.0.1:{server.server_address[1]}/posts?protocol=2")
+        with pytest.raises(FeedError, match=r"This Redis is older than 7\.0 and cannot say what was deleted"):
+            stream.after(position, 10, 0.01)
+        stream.close()
 
 
 @needs_redis
@@ -191,8 +232,8 @@ def test_a_replica_is_read_and_says_that_it_takes_no_entries(redis: RedisServer)
 # what is said of a failure
 
 NOT_ALLOWED = (
-    "Redis does not allow the feed's user to do this: it needs XRANGE, XREAD and XINFO on the stream, and XADD and XRANGE on the one for "
-    "unreadable entries."
+    "Redis does not allow the feed's user to do this: it needs XRANGE, XREAD and XINFO on the stream, XADD and XRANGE on the one for "
+    "unreadable entries, and SELECT if the address names a database."
 )
 
 

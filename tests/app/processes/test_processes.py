@@ -352,6 +352,48 @@ def test_processes_started_again_have_the_settings_of_the_first(tmp_path: Path) 
         os.close(folder)
 
 
+def test_processes_started_again_have_the_keys_of_the_others(tmp_path: Path) -> None:
+    """The file of keys was written wrongly, then lost."""
+    keys, folder = tmp_path / "keys.json", tmp_path / "temporary"
+    folder.mkdir()
+
+    def write(key: str) -> None:
+        keys.write_text(json.dumps({"feed": hashlib.sha256(key.encode()).hexdigest()}))
+
+    with ExitStack() as stack:
+        write("one")
+        server = stack.enter_context(serving(workers=2, threads=1, auth__keys_file=keys, env={"TMPDIR": str(folder)}))
+
+        def takes(key: str) -> bool:
+            """Whether both workers take this key and no other."""
+            other = {"one": "two", "two": "one"}[key]
+            body = json.dumps(example(1)).encode()
+            return statuses_by_worker(server, "/rank", body, {"x_api_key": key}, least=2) == {
+                1: {200},
+                2: {200},
+            } and statuses_by_worker(server, "/rank", body, {"x_api_key": other}, least=2) == {1: {401}, 2: {401}}
+
+        assert takes("one")
+        write("two")
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: takes("two"), 60, server)
+        keys.write_text(keys.read_text() + ",")
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: f"{keys}: must be JSON" in server.log_text, 20, server)
+        engine_killed(server)
+        keys.unlink()
+        for worker in children(server)["worker"]:
+            os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: is_listening(server) and server.get("/readyz").status_code == 200, 60, server)
+        assert takes("two")
+        write("one")
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: takes("one"), 60, server)
+        [copy] = folder.glob("*/keys.json")
+        assert copy.stat().st_mode & 0o777 == 0o600
+    assert [*folder.iterdir()] == []
+
+
 def test_a_taken_address_ends_several_processes_with_3() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

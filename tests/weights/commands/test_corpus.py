@@ -17,6 +17,7 @@ from tests.goldens import GOLDEN
 from tests.weights.call import run
 from weights.checkpoint import load_encoder
 from weights.corpus.changes import load_changed, mark_after, no_posts, read_changes
+from weights.corpus.importer import CHECKED_ROWS, encode
 from weights.corpus.store import load_corpus, load_corpus_manifest
 
 SOURCE = GOLDEN / "retrieval-mean-pool"
@@ -135,6 +136,27 @@ def test_files_that_hold_what_a_request_may_not_are_refused(towers: Path, tmp_pa
         r"posts\.jsonl, line 1: created_at must be Unix seconds, .*; this looks like milliseconds", said
     ), said
     assert not (tmp_path / "corpus").exists()
+
+
+def test_an_import_that_no_service_loads_leaves_the_old_corpus(towers: Path, tmp_path: Path) -> None:
+    """A vector outside the sample that is compared with the tower's is of the wrong length."""
+    source, out = tmp_path / "posts.npz", tmp_path / "corpus"
+    args = ("corpus", "import", source, "--encoder", towers, "--out", out)
+    posts = np.arange(1, CHECKED_ROWS + 3, dtype=np.uint64)
+    authors = posts % 50 + 1
+    vectors = encode(load_encoder(towers), posts, authors).numpy()
+    np.savez(source, post_ids=posts, author_ids=authors, candidate_representations=vectors)
+    assert run(*args)[0] == 0
+    digest = load_corpus_manifest(out).digest
+    sampled = np.linspace(0, len(posts) - 1, CHECKED_ROWS).astype(int)
+    row = np.setdiff1d(np.arange(len(posts)), sampled)[0]
+    vectors[row] *= 3
+    np.savez(source, post_ids=posts, author_ids=authors, candidate_representations=vectors)
+    code, said = run(*args, "--replace")
+    sentence = f"Corpus {out} is not written: vectors.safetensors holds a vector of length 3 in row {row}, not 1.\n"
+    assert (code, said.endswith(sentence)) == (1, True), said
+    assert (load_corpus_manifest(out).digest, run("corpus", "verify", out)[0]) == (digest, 0)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["corpus", "posts.npz", "towers"]
 
 
 def test_a_relabelled_encoder_keeps_its_corpora(towers: Path, tmp_path: Path) -> None:

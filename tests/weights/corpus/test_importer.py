@@ -155,8 +155,11 @@ def test_a_published_corpus_with_times_that_are_none_is_refused(encoder: Encoder
 
 
 @pytest.mark.parametrize("lines", [255, 257])
-def test_a_topics_file_of_another_length_is_refused(encoder: Encoder, tmp_path: Path, lines: int) -> None:
+def test_a_topics_file_of_another_length_or_with_a_nul_is_refused(encoder: Encoder, tmp_path: Path, lines: int) -> None:
     (tmp_path / "topics.txt").write_text("a\n" * lines)
     with pytest.raises(CheckpointError, match=rf"topics\.txt has {lines} lines for 256 posts"):
+        made(PUBLISHED, encoder, tmp_path / "corpus", topics=tmp_path / "topics.txt")
+    (tmp_path / "topics.txt").write_text("a\na\0\n" * 128)
+    with pytest.raises(CheckpointError, match=r"topics\.txt holds a NUL, which no topic may have"):
         made(PUBLISHED, encoder, tmp_path / "corpus", topics=tmp_path / "topics.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["topics.txt"]

@@ -57,6 +57,16 @@ def write(
     return write_corpus(path, labels, encoder, POSTS, columns, pieces, lambda: ("a", "b", "c"), **options)
 
 
+def test_topics_that_make_the_manifest_too_long_are_refused(encoder: Encoder, tmp_path: Path) -> None:
+    topics, values = [f"{number:0100}" for number in range(180_000)], arrays()
+    columns = ["post_ids", "author_ids", "topics"]
+    with pytest.raises(CheckpointError, match=r"its 180000 topics make manifest\.json longer than 16777216 bytes"):
+        write_corpus(
+            tmp_path / "c", CorpusLabels("c"), encoder, POSTS, columns, lambda name: [values[name]], lambda: topics
+        )
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_it_is_read_back(encoder: Encoder, tmp_path: Path) -> None:
     values = arrays()
     manifest = write(tmp_path / "corpus", encoder, values)
@@ -126,9 +136,9 @@ def test_values_that_no_corpus_has_are_refused(
 ) -> None:
     values = arrays()
     change(values)
-    write(tmp_path / "corpus", encoder, values)
-    with pytest.raises(CheckpointError, match=sentence):
-        load_corpus(tmp_path / "corpus")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/corpus is not written: .*{sentence}"):
+        write(tmp_path / "corpus", encoder, values)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_half_vectors_may_be_less_exact(encoder: Encoder, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def read(posts: PostsTable) -> None:
         ({"author_ids": [None, *AUTHORS[1:]]}, "has 1 nulls"),
         ({"author_ids": None}, "lacks the column author_ids: a post has post_ids and author_ids"),
         ({"topics": [["a"]] * 40}, "column topics does not fit string"),
+        ({"topics": ["a", "a\0"] * 20}, "row 2: column topics holds a NUL, which no topic may have"),
     ],
 )
 def test_what_are_no_texts_is_refused(tmp_path: Path, encoder: Encoder, changes: dict[str, Any], sentence: str) -> None:
