@@ -1,11 +1,8 @@
 """The parent of several processes: binds the sockets, starts one engine process and the workers, and starts again what ends.
 
 SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal, a second later or more, ends all at once
-<<<<<<< HEAD
-SIGHUP             the workers read the file of keys again, the engine process the checkpoints and the corpus
-=======
-SIGHUP             the workers take the keys that their file holds now, if it can be used; the engine process loads the present checkpoint
->>>>>>> m-state
+SIGHUP             the workers take the keys that their file holds now, if it can be used; the engine process loads the checkpoints and the
+                   corpus again
 a worker ends      it is started again; a process that stays stopped (SIGSTOP) is killed first
 no worker starts   all end: with 2 if the settings cannot be used, else as the last one that failed several times in a row
 the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70

@@ -69,7 +69,7 @@ class PostsTable(Posts):
         for table, place in self._tables("topics"):
             topics = column_of(table, "topics", pa.string(), place, "")
             if rows := [row for row, topic in enumerate(topics) if "\0" in topic]:  # numpy drops one at the end
-                raise LogError(f"{place(rows[0])}: column topics holds a NUL, which no topic may have")
+                raise TableError(f"{place(rows[0])}: column topics holds a NUL, which no topic may have")
             yield topics.astype(str)
 
     def _tables(self, *names: str) -> Iterator[tuple[pa.Table, Place]]:
