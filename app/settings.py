@@ -107,13 +107,13 @@ class Limits(Group):
     max_body_bytes: int = Field(default=2**20, ge=1024, le=2**40)
     """Longest body in bytes. The bodies of all requests that are being answered may add up to 64 times as much.
     The default has room for 4 096 candidates and 1 000 history items as objects."""
-    max_candidates: int = Field(default=4096, ge=1)
+    max_candidates: int = Field(default=4096, ge=1, le=2**40)
     """Most candidates in one request. A call of /rank/batch may hold four times as many, all such calls together sixteen times as many.
     The default is several times the longest list of the published service."""
-    max_history: int = Field(default=2048, ge=1)
+    max_history: int = Field(default=2048, ge=1, le=2**40)
     """Most history items in one request. The model reads the newest ones that fit its window. The default is longer than any window so
     far."""
-    max_retrieved: int = Field(default=2000, ge=1)
+    max_retrieved: int = Field(default=2000, ge=1, le=2**40)
     """Most posts that one request may retrieve; it may exclude five times as many. The default is twice what the published service
     ranks."""
 
@@ -175,6 +175,15 @@ class Queue(Group):
     stall_exit_seconds: float = Field(default=30.0, gt=0)
     """If that lasts for this long, waiting callers get 503 and the process exits, so that it is started again: a hung device rarely
     recovers."""
+
+    @model_validator(mode="after")
+    def _stalls_first(self) -> Queue:
+        if self.stall_seconds > self.stall_exit_seconds:
+            raise ValueError(
+                f"queue.stall_seconds ({self.stall_seconds:g}) must be at most queue.stall_exit_seconds ({self.stall_exit_seconds:g}): "
+                "a stalled process must stop being ready before it exits"
+            )
+        return self
 
     @cached_property
     def max_context_tokens(self) -> int:

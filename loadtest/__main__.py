@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
 
@@ -20,6 +21,9 @@ COMMANDS = {  # name: the function that measures, whose parameters are the optio
 }
 
 
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+
 def main() -> None:
     """Run the command line."""
     cli = typer.Typer(
@@ -32,5 +36,17 @@ def main() -> None:
     cli()
 
 
+def _end(number: int, _frame: object) -> None:
+    """End as an exception does, so that every server that was started is stopped. Raises SystemExit with 128 + the signal's number."""
+    for other in ENDINGS:
+        signal.signal(
+            other, signal.SIG_IGN
+        )  # `timeout 600 make bench` sends two, and the second would end the stopping
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    for number in ENDINGS:
+        if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP stays ignored
+            signal.signal(number, _end)
     main()

@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import typer
 
 from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
-from model.engine import Engine, Item
+from model.engine import Engine, EngineError, Item
 from model.inputs import Candidates
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
@@ -130,7 +131,7 @@ def _picked(pool: Candidates, places: np.ndarray[Any, np.dtype[np.int64]]) -> Ca
 
 def measure(
     compositions: int = 100_000,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     backend: Literal["native", "torch", "auto"] = "native",
     vectors: Literal["auto", "avx2", "neon"] = "auto",
     device: Literal["cpu", "cuda"] = "cpu",
@@ -141,8 +142,18 @@ def measure(
     `compositions`: in total, split evenly over dtypes and trunks. `preset`: name of a trunk, or all.
     """
     if preset not in ("all", *PRESETS):
-        raise ValueError(f"no trunk is named {preset!r}; there are all, {', '.join(PRESETS)}")
+        raise typer.BadParameter(f"no trunk is named {preset!r}; there are all, {', '.join(PRESETS)}")
     presets, failed = tuple(PRESETS) if preset == "all" else (preset,), False
+    if compositions < (least := 2 * len(presets)):
+        raise typer.BadParameter(f"--compositions must be at least {least}, one for each dtype and trunk")
+    try:
+        for name, dtype in itertools.product(presets, DTYPES):  # before the first of them takes its minutes
+            create_engine(
+                random_ranker(with_preset(small_config(), name)),
+                EngineOptions(device, dtype, backend=backend, vectors=vectors),
+            )
+    except EngineError as error:
+        raise typer.BadParameter(str(error)) from error
     for name, dtype in itertools.product(presets, DTYPES):
         ranker, start = random_ranker(with_preset(small_config(), name)), time.perf_counter()
         make = engines(ranker, EngineOptions(device, dtype, backend=backend, vectors=vectors))

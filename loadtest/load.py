@@ -26,15 +26,17 @@ SloMs = Annotated[
     float, typer.Option(help="Objective: latency in milliseconds, from the time at which the request was due.")
 ]
 SloShare = Annotated[float, typer.Option(help="Objective: share of all offered requests that must meet it.")]
-Candidates = Annotated[int, typer.Option(help="Exactly this many candidates a request; 0: the traffic model's mix.")]
+Candidates = Annotated[
+    int, typer.Option(min=0, help="Exactly this many candidates a request; 0: the traffic model's mix.")
+]
 Production = Annotated[bool, typer.Option("--production", help="1,022 events and 2,800 candidates a request.")]
-Out = Annotated[Path, typer.Option(help="Folder of the report.")]
+Out = Annotated[Path, typer.Option(file_okay=False, help="Folder of the report.")]
 
 
 def locust(
     url: Url = "http://127.0.0.1:8000",
-    users: int = 24,
-    seconds: Seconds = 60.0,
+    users: Annotated[int, typer.Option(min=1)] = 24,
+    seconds: Annotated[int, typer.Option(min=1, help="Length of the run.")] = 60,
     shape: Literal["steady", "ramp", "spike", "soak"] = "steady",
     payload: Literal["mix", "production"] = "mix",
     web: Annotated[bool, typer.Option("--web", help="Locust's own page on port 8089 in place of a report.")] = False,
@@ -47,7 +49,7 @@ def locust(
     flags = []
     if not web:
         flags = ["--headless", "--only-summary"]
-        options |= {"run-time": f"{seconds:g}s", "html": out / "report.html", "csv": out / "run"}
+        options |= {"run-time": f"{seconds}s", "html": out / "report.html", "csv": out / "run"}
     chosen = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), *chosen, *flags]
     sys.stdout.flush()
@@ -67,16 +69,15 @@ def open_loop(
     candidates: Candidates = 0,
     production: Production = False,
     seed: Annotated[
-        int, typer.Option(help="Seed of traffic and arrivals; 0: a new one, so that no user is in the cache.")
+        int, typer.Option(min=0, help="Seed of traffic and arrivals; 0: a new one, so that no user is in the cache.")
     ] = 0,
     out: Out = REPORTS / "open",
 ) -> None:
     """Load at a fixed rate, whatever the server does, and write a report of one page. Exit code 1 if nothing was answered.
 
     A request counts as answered if its reply has status 200 and is JSON with a result for each candidate."""
-    settings = RunSettings(
-        rate, seconds, warmup, arrivals, Slo(slo_ms, slo_share), _traffic(candidates, production, seed)
-    )
+    traffic, slo = _traffic(candidates, production, seed), Slo(slo_ms, slo_share)
+    settings = _politely(lambda: RunSettings(rate, seconds, warmup, arrivals, slo, traffic))
     run = _politely(lambda: LoadRun(Target.parse(url), settings).run())
     run.save(out)
     _say(run_report(run, out))
@@ -96,8 +97,8 @@ def capacity(
     out: Out = REPORTS / "capacity",
 ) -> None:
     """Find the highest rate at which the objective holds, with Poisson arrivals, and write a report. Exit code 1 if none holds."""
-    traffic = _traffic(candidates, production, 0)
-    settings = RunSettings(start, seconds, 2.0, "poisson", Slo(slo_ms, slo_share), traffic)
+    traffic, slo = _traffic(candidates, production, 0), Slo(slo_ms, slo_share)
+    settings = _politely(lambda: RunSettings(start, seconds, 2.0, "poisson", slo, traffic))
     plan = SearchSettings(start_rps=start, precision=precision)
     report = _politely(lambda: search_server(Target.parse(url), settings, plan, _say))
     _say(capacity_report(report, out))
@@ -120,7 +121,7 @@ def _say(line: object) -> None:
 
 
 def _politely(measure: Any) -> Any:
-    """What it measures; a sentence and exit code 2 where the server cannot be measured."""
+    """What it returns; a sentence and exit code 2 where a value cannot be used or the server cannot be measured."""
     try:
         return measure()
     except (TargetError, ValueError) as error:

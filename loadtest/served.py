@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from loadtest.generate.tensors import inference_of, masked
@@ -267,7 +268,9 @@ def run(checkpoint: Path, candidates: int, workers: int, *, seed: int = 1) -> Ta
     return tally
 
 
-def measure(candidates: int = 100_000, seed: int = 1) -> None:
+def measure(
+    candidates: Annotated[int, typer.Option(min=4)] = 100_000, seed: Annotated[int, typer.Option(min=0)] = 1
+) -> None:
     """Compare the log of what was served with what the engine was given. Exit code 1 if anything differs.
 
     `candidates`: in total, split evenly over one process and two workers, each with integer ids and with text ids.

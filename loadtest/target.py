@@ -68,7 +68,8 @@ class Target:
 
 
 def fit_traffic(settings: TrafficSettings, info: Mapping[str, Any]) -> TrafficSettings:
-    """Fit traffic to the server's `/info`: action names and, unless `as_is`, the window and the limit of candidates."""
+    """Fit traffic to the server's `/info`: action names and, unless `as_is`, the window and the limit of candidates. Raises TargetError if
+    every request is to have the same number of candidates, and the server takes fewer."""
     changes: dict[str, Any] = {}
     window, most = (
         info.get(part, {}).get(name)
@@ -76,6 +77,9 @@ def fit_traffic(settings: TrafficSettings, info: Mapping[str, Any]) -> TrafficSe
     )
     if window and not settings.as_is:
         changes["history_window"] = window
+    smallest = min(band.low for band in settings.candidates.bands)
+    if most and not settings.as_is and most < smallest == settings.max_candidates:
+        raise TargetError(f"the server takes at most {most} candidates a request, and each is to have {smallest}")
     if most and not settings.as_is:
         changes["max_candidates"] = min(most, settings.max_candidates)
     names = info.get("actions") or []

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 import orjson
 from fastapi import APIRouter
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.json import Decoder
 from starlette.responses import Response
 
@@ -18,7 +18,7 @@ from app.api.caller import Caller, CallerInfo
 from app.api.in_flight import InFlight
 from app.api.route import Route
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, service_error_of
-from app.features import CheckedRequest, ReplyOptions
+from app.features import CheckedRequest
 from app.interface import Job, PlaceRequest, Ranked, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
@@ -222,23 +222,21 @@ class BatchCall:
         caller, ranker = self._caller, self._state.ranker
         before = caller.exchange.stages["parse"]
         rank_request, place_request = _read(caller, ranker.model(), item)
+        name = self._name(rank_request.request_id, place)  # before it may be refused: a retry has the same names
         self._take(place_request.candidates)
         job = await self._in_flight.enter(places, ranker.model, place_request)
         checked = _check(caller.exchange, job.model, rank_request)  # another model may serve by now
         checked.endpoint = "/rank/batch"
-        self._name(checked.options, place)
+        checked.options.name = checked.options.request_id = name
         return Row(checked, job, place_request, caller.exchange.stages["parse"] - before)
 
-    def _name(self, options: ReplyOptions, place: int) -> None:
-        """Give the request at this place a name that no other one of the call has. The reply tells it, unless it has a `request_id` of its
-        own."""
-        by_place = f"{self._caller.exchange.request_id}/{place}"
-        own = options.request_id
-        options.name = by_place if own is None or own in self._names else own
-        while options.name in self._names:
-            options.name += f"/{place}"
-        self._names.add(options.name)
-        options.request_id = own or options.name
+    def _name(self, own: str | UnsetType, place: int) -> str:
+        """The name of the request at this place, which no other one of the call has: its `request_id`, if an earlier one has not got it."""
+        name = f"{self._caller.exchange.request_id}/{place}" if own is UNSET else own
+        while name in self._names:
+            name += f"/{place}"
+        self._names.add(name)
+        return name
 
     def _take(self, candidates: int) -> None:
         """Count them. Raises TooLarge or Overloaded where this call, its key, or all calls together would hold too many."""

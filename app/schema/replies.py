@@ -75,7 +75,10 @@ class Reply(Strict, kw_only=True):
             "The handle of the ranking model's context, for later requests. It works as long as the cache keeps the context."
         ),
     ] = UNSET
-    request_id: Annotated[str | UnsetType, about("The `request_id` of the request, if it had one.")] = UNSET
+    request_id: Annotated[
+        str | UnsetType,
+        about("The `request_id` of the request, if it had one; in a batch, what the request is called."),
+    ] = UNSET
 
 
 class ContextReply(Reply, kw_only=True):

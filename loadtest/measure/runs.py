@@ -43,7 +43,9 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if not (0 < self.rate_rps < inf and 0 < self.seconds < inf and 0 <= self.warmup_seconds < inf):
-            raise ValueError("a rate and a time to measure are finite and above 0, a time to warm up is finite")
+            raise ValueError(
+                "a rate and a time to measure are finite and above 0, a time to warm up is finite and not below 0"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -21,6 +21,7 @@ from loadtest.rows import Row, publish
 from loadtest.server import DEMO, Server, running, serving
 from loadtest.timing import Figure, ratio
 from weights.checkpoint import load_manifest
+from weights.errors import CheckpointError
 
 PROBES = 4
 TOLERANCE = 2e-2  # of a probability: other stacks batch otherwise, which changes bf16's last bits
@@ -55,7 +56,10 @@ def measure(
     dtype: str = "bfloat16",
 ) -> None:
     """Requests a second of this server ÷ those of four others. Run it as `make peers`, which installs the others."""
-    window = load_manifest(checkpoint).config.history_length
+    try:
+        window = load_manifest(checkpoint).config.history_length
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error)) from error
     visits = replace(TrafficSettings(objects_share=0.0, history_window=window), new_user_share=1.0, mean_pages=1.0)
     bodies = [page.body for page in Traffic(visits.with_fixed_candidates(candidates)).take(2000)]
     with ExitStack() as stack:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +22,7 @@ import pytest
 from loadtest.__main__ import main
 from loadtest.generate.generator import schedule
 from loadtest.machine import ROOT
-from loadtest.server import Server, free_port, serving
+from loadtest.server import Server, free_port, serving, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +65,77 @@ def test_without_a_server_it_is_one_sentence(
     said = capsys.readouterr()
     assert f"{url} does not answer (ConnectError)" in said.out + said.err
     assert (said.out + said.err).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "bits --compositions 1",
+        "bits --compositions -5",
+        "bits --compositions 9 --preset all --backend auto",
+        "bits --compositions 4 --preset foo",
+        "bits --compositions 4 --preset vanilla",
+        "bits --compositions 4 --backend native --device cuda",
+        "bits --seed -1",
+        "served --candidates 0",
+        "served --candidates 3",
+        "served --seed -1",
+        *(f"open --rate {rate}" for rate in ("0", "nan")),
+        *(f"open --{name}" for name in ("seconds 0", "warmup -1", "candidates -1", "seed -1", "out pyproject.toml")),
+        *(f"capacity --{name}" for name in ("start 0", "candidates -1", "out pyproject.toml")),
+        "peers --checkpoint nowhere",
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_before_the_run(
+    mistake: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["loadtest", *mistake.split()])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr()
+    assert left.value.code == 2
+    assert "Traceback" not in said.err
+    assert "does not answer" not in said.err
+
+
+def test_locust_is_not_asked_for_a_part_of_a_second(tmp_path: Path) -> None:
+    done = ended("load", "http://127.0.0.1:1", tmp_path, "--seconds", "0.5")
+    assert done.returncode == 2
+    assert "--seconds" in done.stderr
+    assert "--run-time" not in done.stderr
+
+
+def test_more_candidates_than_the_server_takes_are_refused(server: Server, tmp_path: Path) -> None:
+    done = ended("open", server.url, tmp_path, "--candidates", "5000")
+    assert done.returncode == 2
+    assert "at most 4096 candidates a request" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_measurement_and_its_server(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-m", "loadtest", "served"], cwd=ROOT, stdout=subprocess.DEVNULL) as command:
+        try:
+            wait_until(lambda: servers_of(command.pid), 60)
+            [server] = servers_of(command.pid)
+            for _ in range(2):  # as `timeout 600 make` sends it
+                command.send_signal(number)
+                time.sleep(0.2)
+            assert command.wait(60) == 128 + number
+        finally:
+            command.kill()
+    assert not Path(f"/proc/{server}").exists()
+
+
+def servers_of(pid: int) -> list[int]:
+    """The children of a process that run the service and take connections."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        port = re.search(rb"\0RANKER_PORT=(\d+)", Path(f"/proc/{child}/environ").read_bytes())
+        with socket.socket() as connection:
+            if port and not connection.connect_ex(("127.0.0.1", int(port[1]))):
+                found.append(int(child))
+    return found
 
 
 @contextmanager

@@ -112,12 +112,11 @@ class Calls:
             return {"requests": [request.to_json(whole=request.history is not None) for request in listed]}
 
         def parse(reply: Any) -> list[Ranking | RankerError]:
-            results = reply["results"]
             return [
-                error_from(result["error"]["status"], result["error"], "")
+                error_from(result["error"]["status"], result["error"], f"{reply['request_id']}/{place}")
                 if "error" in result
                 else Ranking.from_json(result)
-                for result in results
+                for place, result in enumerate(reply["results"])
             ]
 
         headers = self._headers

@@ -95,6 +95,14 @@ def test_each_of_a_batch_is_drawn_by_its_own_name(client: TestClient) -> None:
     assert "propensity" not in batch[2]["candidates"][0]
 
 
+def test_a_batch_that_is_sent_again_draws_the_same_orders(client: TestClient) -> None:
+    items = [asked(), asked(top_k=0), asked()]  # the second one is refused
+    first, again = (client.post("/rank/batch", json=items, headers={"x-request-id": name}).json() for name in "ab")
+    assert [result["candidates"] for result in first[::2]] == [result["candidates"] for result in again[::2]]
+    for result in first[::2]:
+        assert result["candidates"] == rows(client, request_id=result["request_id"]), "drawn by the name that it tells"
+
+
 def test_recommended_posts_are_drawn_best_first(client: TestClient) -> None:
     def found(**changes: Any) -> list[dict[str, Any]]:
         return client.post("/recommend", json=corpora.asked(k=50, request_id="feed", **changes)).json()["candidates"]

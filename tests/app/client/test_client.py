@@ -394,6 +394,15 @@ def test_a_reply_says_the_name_of_its_request(start: Start, is_async: bool) -> N
     assert row.request_id == "a/0"
 
 
+def test_the_error_of_a_request_of_a_batch_has_its_name(start: Start) -> None:
+    failed = {"error": {"status": 422, "code": "invalid_request", "detail": "why"}}
+    script = start(Reply(content=orjson.dumps({"results": [GOOD, failed]}), headers={"x-request-id": "call"}))
+    with RankerClient(script.url) as ranker:
+        _, error = ranker.rank_batch([RankingRequest(7, CANDIDATES), RankingRequest(-1, CANDIDATES)])
+    assert isinstance(error, RequestRefused)
+    assert error.request_id == "call/1"
+
+
 @both
 def test_a_context_of_another_service_is_no_handle(start: Start, is_async: bool) -> None:
     script = start(Reply(content=b'{"status": "ok"}'))

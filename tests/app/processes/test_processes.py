@@ -293,7 +293,7 @@ def test_a_stopped_engine_process_ends_all_with_70_if_so_set(tmp_path: Path) -> 
     """In a directory whose path is too long for the address of a socket."""
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-    settings = {"engine_loss": "exit", "queue__stall_exit_seconds": 3}
+    settings = {"engine_loss": "exit", "queue__stall_seconds": 3, "queue__stall_exit_seconds": 3}
     with serving(workers=2, env={"TMPDIR": str(folder)}, **settings) as server:
         assert server.post("/rank", example()).status_code == 200
         os.kill(children(server)["engine"][0], signal.SIGSTOP)
