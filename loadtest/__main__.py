@@ -39,9 +39,8 @@ def main() -> None:
 def _end(number: int, _frame: object) -> None:
     """End as an exception does, so that every server that was started is stopped. Raises SystemExit with 128 + the signal's number."""
     for other in ENDINGS:
-        signal.signal(
-            other, signal.SIG_IGN
-        )  # `timeout 600 make bench` sends two, and the second would end the stopping
+        # `timeout 600 make bench` sends two, and the second would end the stopping
+        signal.signal(other, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
