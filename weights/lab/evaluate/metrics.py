@@ -16,6 +16,7 @@ CLIP = 1e-7  # a probability of 0 or 1 would make the log-loss infinite
 BINS = 15
 RESAMPLES = 200
 INTERVAL = (2.5, 97.5)  # percent
+LEAST_USERS = 10  # figures of fewer have no interval
 CHANCE = 0.5  # the AUC of a random order
 
 
@@ -28,7 +29,12 @@ class Figure:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f}" + ("" if np.isnan(self.low) else f" ({self.low:.3f} … {self.high:.3f})")
+        return f"{self:.3f}"
+
+    def __format__(self, form: str) -> str:
+        """The figure and its interval, each number in this form; three decimals if it is empty."""
+        value, low, high = (format(number, form or ".3f") for number in (self.value, self.low, self.high))
+        return value if np.isnan(self.low) else f"{value} ({low} … {high})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +108,7 @@ class Sampled:
 
 def draws_of(users: int, seed: int = 1) -> Array:
     """How often each user is drawn in each of RESAMPLES samples with replacement, float `[R, U]`; none of fewer than ten users."""
-    count = RESAMPLES if users >= 10 else 0
+    count = RESAMPLES if users >= LEAST_USERS else 0
     return np.random.default_rng(seed).multinomial(users, np.full(users, 1 / users), count).astype(np.float64)
 
 
