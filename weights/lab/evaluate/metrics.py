@@ -1,4 +1,4 @@
-"""Quality of predicted probabilities and of orders: pooled, within groups, and resampled by user. Pooled figures are scikit-learn's."""
+"""Quality of predicted probabilities and of orders: pooled, within groups, and resampled by user. AUC and log-loss are scikit-learn's."""
 
 from __future__ import annotations
 
@@ -183,15 +183,18 @@ def normalised_entropy(happened: Flags, probability: Array) -> float:
     return log_loss(happened, probability) / log_loss(happened, np.full(len(happened), happened.mean()))
 
 
-def reliability(happened: Flags, probability: Array, bins: int = BINS) -> tuple[Array, Array]:
-    """Observed share and mean prediction in bins of about equal count by predicted probability."""
-    from sklearn.calibration import calibration_curve
-
-    observed, predicted = calibration_curve(happened, np.clip(probability, 0, 1), n_bins=bins, strategy="quantile")
-    return observed, predicted
+def reliability(happened: Flags, probability: Array, bins: int = BINS) -> tuple[Array, Array, Ints]:
+    """Observed share, mean prediction and number of rows of bins by predicted probability. Their numbers of rows are about equal, but equal
+    predictions are in one bin."""
+    clipped = np.clip(probability, 0, 1)
+    place = np.searchsorted(np.percentile(clipped, np.linspace(0, 1, bins + 1) * 100)[1:-1], clipped)
+    rows = np.bincount(place)
+    some = rows > 0
+    observed, predicted = (np.bincount(place, of_rows)[some] / rows[some] for of_rows in (happened, clipped))
+    return observed, predicted, rows[some]
 
 
 def calibration_error(happened: Flags, probability: Array, bins: int = BINS) -> float:
-    """Expected calibration error: the mean distance of prediction and observation over the bins of `reliability`."""
-    observed, predicted = reliability(happened, probability, bins)
-    return float(np.abs(observed - predicted).mean())
+    """Expected calibration error: the distance of prediction and observation in the bins of `reliability`, averaged over rows."""
+    observed, predicted, rows = reliability(happened, probability, bins)
+    return float(np.average(np.abs(observed - predicted), weights=rows))
