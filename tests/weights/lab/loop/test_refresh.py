@@ -581,6 +581,12 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(loop: Loop, tmp_path: Path
         "is not a link": ("--checkpoint", loop.nights.checkpoint),
         "There is no setting 'min_order_'": ("--bound", "min_order_=1"),
         "must be a share": ("--held-out", "1"),
+        "with its architecture: leave history_length, user_rows out of --set": (
+            "--set",
+            "history_length=5",
+            "--set",
+            "user_rows=4096",
+        ),
         "not a directory": ("--served", tmp_path / "nowhere"),
     }
     before = loop.version()
