@@ -6,6 +6,7 @@ gzip or zstd. The columns are checked by `weights.tables`.
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
@@ -23,7 +24,7 @@ import pyarrow.fs
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from weights.git_lfs import HEAD_BYTES, pointer_problem
+from weights.git_lfs import pointer_problem
 from weights.tables import Place, TableError, is_text, json_error, json_problem
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
@@ -36,6 +37,8 @@ PARQUET_MAGIC = b"PAR1"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 """What often separates the values of a text that is called CSV."""
+CHECKED_BYTES = 1024
+"""How much of a file is read to know its format, and whether it is empty."""
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
 LINES_AT_ONCE = 4096
 CODES = "codes"
@@ -151,27 +154,34 @@ def open_table(
 
     Raises TableError, also for columns that the first file, or the first part of JSON lines, lacks: they would be lost. And for columns of
     which files have types that have none in common without loss. Names that begin with a dot are passed over, and so are those that begin
-    with an underscore, unless they end as a table does.
+    with an underscore, unless they end as a table does. Beside others, files that are empty but for blanks are passed over too.
     """
     filesystem, place = filesystem_of(path)
     infos = _files(filesystem, place, str(path))
     formats = {info.path: _format_of(filesystem, info.path) for info in infos}
+    formats = {file: kind for file, kind in formats.items() if kind}
+    if not formats:
+        raise TableError(f"{infos[0].path} is empty: remove it")
     if len(set(formats.values())) > 1:
         first = {kind: file for file, kind in reversed(formats.items())}
         names = " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
         raise TableError(f"{path} holds files of several formats, {names}: put one format into a directory")
     pieces: list[Piece] = []
-    for info in infos:
-        with _readable(info.path, formats[info.path]):
-            open_piece = {"Parquet": _parquet, "CSV": _csv, "JSON lines": _json_lines}[formats[info.path]]
-            file = _File(filesystem, info.path, columns, pieces[0].schema if pieces else None, may_lack)
+    for file_path, kind in formats.items():
+        with _readable(file_path, kind):
+            open_piece = {"Parquet": _parquet, "CSV": _csv, "JSON lines": _json_lines}[kind]
+            file = _File(filesystem, file_path, columns, pieces[0].schema if pieces else None, may_lack)
             pieces.append(open_piece(file))
-            if in_every_row and formats[info.path] == "JSON lines":
+            if in_every_row and kind == "JSON lines":
                 _check_first_line(file, pieces[0].schema)
+        if pieces[-1].schema.metadata != pieces[0].schema.metadata:
+            raise TableError(
+                f"of {file_path} and {pieces[0].path}, one alone holds the hashes of texts: read them apart"
+            )
         if late := set(pieces[-1].schema.names) - {*pieces[0].schema.names, *(may_lack or ())}:
-            raise TableError(f"{info.path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
+            raise TableError(f"{file_path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
         if lost := set(pieces[0].schema.names) - {*pieces[-1].schema.names, *(may_lack or ())}:
-            raise TableError(f"{info.path} lacks the columns {', '.join(sorted(lost))}, which {pieces[0].path} has")
+            raise TableError(f"{file_path} lacks the columns {', '.join(sorted(lost))}, which {pieces[0].path} has")
     for piece in pieces:
         if problem := _names_problem(piece.schema.names):
             raise TableError(f"{piece.path}{problem}")
@@ -358,12 +368,15 @@ def _named_format(path: str) -> str:
 
 
 def _format_of(filesystem: pa.fs.FileSystem, path: str) -> str:
-    """The format by the name of a file and its first bytes. Raises TableError, which says what to do, for a file that is no table."""
+    """The format by the name of a file and its first bytes; empty for a table of no text but blanks. Raises TableError, which says what to
+    do, for a file that is no table."""
     with _readable(path, "Parquet"), filesystem.open_input_stream(path, compression=None) as opened:
-        head = opened.read(HEAD_BYTES)
+        head = opened.read(CHECKED_BYTES)
     if problem := pointer_problem(head):
         raise TableError(f"{path} {problem}")
     if not head:
+        if _named_format(path):
+            return ""
         raise TableError(f"{path} is empty: remove it")
     if head.startswith(PARQUET_MAGIC):
         return "Parquet"
@@ -374,6 +387,8 @@ def _format_of(filesystem: pa.fs.FileSystem, path: str) -> str:
     if head.startswith(UTF_16_MARKS):
         raise TableError(f"{path} is no text in UTF-8 but in UTF-16: convert it")
     kind = _named_format(path)
+    if kind in ("JSON lines", "CSV") and _is_blank(head, Path(path).suffix):
+        return ""
     if kind in ("", "Parquet"):
         raise TableError(
             f"{path} is neither Parquet nor JSON lines (.jsonl) nor CSV (.csv): move it elsewhere, or convert it"
@@ -393,6 +408,17 @@ def _compression_problem(suffix: str, head: bytes) -> str:
     if suffix in COMPRESSION_MAGIC and not head.startswith(COMPRESSION_MAGIC[suffix]):
         return f"is not compressed with {COMPRESSIONS[suffix]}, but its name ends in {suffix}: rename it"
     return ""
+
+
+def _is_blank(head: bytes, suffix: str) -> bool:
+    """Whether a file that begins with these CHECKED_BYTES or fewer, and whose name ends so, has no text but blanks."""
+    content = head
+    if kind := COMPRESSIONS.get(suffix):
+        try:
+            content = pa.CompressedInputStream(pa.BufferReader(head), kind).read(CHECKED_BYTES)
+        except (OSError, pa.ArrowException):  # whoever reads the file says what is wrong with it
+            return False
+    return max(len(head), len(content)) < CHECKED_BYTES and not content.removeprefix(codecs.BOM_UTF8).strip()
 
 
 @contextmanager
@@ -501,7 +527,8 @@ def _json_reading() -> pyarrow.json.ReadOptions:
 
 def _csv(file: _File) -> Piece:
     reading = pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
-    open_csv = partial(pyarrow.csv.open_csv, read_options=reading)
+    parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    open_csv = partial(pyarrow.csv.open_csv, read_options=reading, parse_options=parsing)
     with _csv_rows_named(file.path, []), open_csv(file.stream()) as reader:
         all_names = reader.schema.names  # pyarrow numbers these in what it says
         fields = [one for one in reader.schema if file.may_lack is None or one.name in file.columns]

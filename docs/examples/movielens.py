@@ -186,8 +186,8 @@ def compared(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
     judges = Judge.of(test), Judge.of(test.take(rated))
     rows = []
     for name, score in sources.items():
-        whole = judges[0].measured(test.actions[:, favorite], score)
-        alone = judges[1].measured(test.actions[rated, favorite], score[rated])
+        whole = judges[0].measured(test.actions[:, favorite], score, judges[0].log.known_rows(favorite))
+        alone = judges[1].measured(test.actions[rated, favorite], score[rated], judges[1].log.known_rows(favorite))
         figures = [*(whole[metric] for metric in METRICS), *(alone[metric] for metric in METRICS[:2])]
         rows.append([name, *(f"{each.value:.3f}" for each in figures)])
     return rows

@@ -117,7 +117,7 @@ def table(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
     first: Sampled | None = None
     for name, score in scores.items():
         unseen, rated, seen = (
-            judge.measured(test.actions[part, favorite], score[part])[WITHIN]
+            judge.measured(test.actions[part, favorite], score[part], judge.log.known_rows(favorite))[WITHIN]
             for judge, part in zip(judges, parts, strict=True)
         )
         first = first or unseen

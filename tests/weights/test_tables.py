@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -220,6 +221,43 @@ def test_times_as_short_floats_are_refused() -> None:
 def test_json_lines_may_begin_with_a_mark_or_a_blank_line(head: str, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text(head + json.dumps(row()) + "\n", encoding="utf-8")
     assert len(read_log(tmp_path / "log.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("{}.jsonl", b""),
+        ("{}.jsonl", b"\n"),
+        ("{}.jsonl", b"\xef\xbb\xbf\r\n"),
+        ("{}.jsonl.gz", gzip.compress(b"")),
+        ("{}.csv", b""),
+        ("{}.parquet", b""),
+    ],
+    ids=["JSON lines", "a line", "a mark", "gzip", "CSV", "Parquet"],
+)
+def test_an_empty_file_is_passed_over_beside_others(name: str, content: bytes, tmp_path: Path) -> None:
+    """A writer that rotates leaves some. Alone, it is refused."""
+    empty = tmp_path / name.format("a")
+    empty.write_bytes(content)
+    for place in (empty, tmp_path):
+        with pytest.raises(TableError, match="is empty: remove it"):
+            open_table(place, COLUMNS)
+    whole = write(tmp_path / "whole.jsonl", [row(), row(post_id=2)])
+    if name.endswith(".gz"):
+        whole.with_name("b.jsonl.gz").write_bytes(gzip.compress(whole.read_bytes()))
+        whole.unlink()
+    (tmp_path / name.format("z")).write_bytes(content)
+    assert sorted(read_log(tmp_path).post_id.tolist()) == [1, 2]
+
+
+def test_a_text_of_csv_may_hold_line_breaks_in_a_large_file(tmp_path: Path) -> None:
+    rows = [row(post_id=number) for number in range(4000)]
+    note = '"' + "a line\nand another, " * 50 + '"'
+    lines = [",".join(["note", *rows[0]]), *(",".join([note, *map(str, one.values())]) for one in rows)]
+    (tmp_path / "events.csv").write_text("\n".join(lines) + "\n")
+    assert (tmp_path / "events.csv").stat().st_size > 3 * 2**20
+    table = open_table(tmp_path / "events.csv", COLUMNS, may_lack=[])
+    assert column_of(table.to_table(), "post_id", pa.uint64(), "").tolist() == [*range(4000)]
 
 
 def test_empty_lists_at_first_are_lists_of_codes(tmp_path: Path) -> None:

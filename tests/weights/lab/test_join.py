@@ -182,6 +182,24 @@ def test_a_clock_that_is_ahead_ends_no_window(served: Path) -> None:
     assert (counts.events_after_window, counts.events_without_ranking) == (1, 1)
 
 
+def test_rankings_served_in_the_future_are_left_out(served: Path) -> None:
+    """A service whose clock is ahead ends no window, also where an event names its ranking."""
+    ahead_ts = int(time.time()) + 3600
+    write_part(served, "ahead", [ranking(20, ahead_ts), ranking(21, ahead_ts - 3500)])
+    _, counts = joined(served, [event(8, 0, "favorite"), event(20, 0, "favorite")], window_seconds=3, until_ts=None)
+    assert (counts.joined_rankings, counts.open_rankings, counts.until_ts) == (6, 7, T0 + 8)
+    assert (counts.future_rankings, counts.events_of_left_out_rankings) == (1, 2), "clocks differ by minutes"
+    assert "  left out: 1, served in the future by the clock of this machine" in counts.lines()
+    assert counts.newest_ranking_ts == ahead_ts - 3500
+
+
+def test_until_in_the_future_is_refused(served: Path) -> None:
+    events = write_events(served.with_name("events.parquet"), [event(1, 0, "favorite")])
+    told = call("join", served, "--events", events, "--out", served.with_name("log"), "--until", int(time.time()) + DAY)
+    assert (told.exit_code, len(told.stderr.splitlines())) == (1, 1), told.output
+    assert "is in the future by the clock of this machine" in told.stderr
+
+
 def test_a_name_that_comes_again_ends_no_window(served: Path) -> None:
     """A client that sends one name again and again names its first ranking alone."""
     write_part(served, "again", [ranking(2, T0 + 5000)])

@@ -177,6 +177,15 @@ def test_hashes_of_texts_are_not_read_as_integers(name: str, logs: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("names", [("integers", "hashes"), ("hashes", "integers")])
+def test_a_directory_of_integers_and_hashes_is_refused(names: tuple[str, str], logs: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(names):
+        (tmp_path / f"{number}.parquet").symlink_to(logs / f"{name}.parquet")
+    for ids in ("uint64", "text"):
+        with pytest.raises(TableError, match=r"1\.parquet and .*0\.parquet, one alone holds the hashes of texts"):
+            read_log(tmp_path, ids)
+
+
 def test_hashes_are_not_read_as_integers_with_a_cache(logs: Path, tmp_path: Path) -> None:
     read_log(logs / "hashes.parquet", "text", cache=tmp_path / "cache")
     with pytest.raises(TableError, match="give --ids text"):

@@ -10,7 +10,7 @@ import typer
 from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
 from weights.lab.commands.joining import seconds_of
-from weights.lab.commands.options import REFUSED, Set, assigned_values, time_of, with_settings
+from weights.lab.commands.options import REFUSED, Set, assigned_values, check_no_architecture, time_of, with_settings
 
 EXIT_REFUSED = 3
 
@@ -88,9 +88,9 @@ def refresh(
                 until_ts=time_of(until) if until else None,
                 memory=memory,
             )
-            settings = TurnSettings(
-                join, with_settings(GateSettings(), bound), nights, held_out, keep, seed, assigned_values(set_)
-            )
+            training = assigned_values(set_)
+            check_no_architecture(training, "refresh trains the checkpoint that serves on, with its architecture")
+            settings = TurnSettings(join, with_settings(GateSettings(), bound), nights, held_out, keep, seed, training)
             with progress_bar() as bar:
                 result = take_turn(paths, settings, say, bar)
     say(f"{result.sentence}.")

@@ -175,6 +175,12 @@ def assigned_values(assignments: list[str] | None) -> dict[str, Any]:
     return values
 
 
+def check_no_architecture(assigned: Mapping[str, Any], reason: str) -> None:
+    """Raises CheckpointError, which begins with the reason, if one of the values of `assigned_values` is of the architecture."""
+    if shape := assigned.keys() & {*names_of(ModelConfig), *TABLES}:
+        raise CheckpointError(f"{reason}: leave {', '.join(sorted(shape))} out of --set.")
+
+
 def with_settings(settings: T, assignments: list[str] | None) -> T:
     """Settings with each `NAME=VALUE` applied, parsed as the field's type. Raises CheckpointError for an unknown name or a bad value."""
     kinds = {name: type(getattr(settings, name)) for name in names_of(type(settings))}

@@ -42,9 +42,9 @@ from weights.lab.commands.options import (
     Until,
     WorldSet,
     assigned_values,
+    check_no_architecture,
     kept_share,
     log_for,
-    names_of,
     naming,
     read_with_bar,
     time_of,
@@ -182,10 +182,8 @@ def train(
         share = kept_share(kept)
         chosen = _plan_arguments(until, set_)
         changed = _changed(read_json(config, dict) if config else {}, chosen[2])
-        if start and (shape := chosen[2].keys() & {*names_of(ModelConfig), *TABLES}):
-            raise CheckpointError(
-                f"--start comes with its own architecture: leave {', '.join(sorted(shape))} out of --set."
-            )
+        if start:
+            check_no_architecture(chosen[2], "--start comes with its own architecture")
 
         begun = _begun(start, ids) if start else None
         base = begun.manifest.config if begun else _architecture(_base(chosen[2]), changed, preset)

@@ -135,8 +135,9 @@ def history_features(
     post, author, prior = rates(log, frozen, happened, is_known)
     user, pair, again = of_users(log, happened, engaged)
     seconds = (log.impression_ts - log.created_at).astype(np.float32)
-    last = examples.last - 1
-    since = np.where(last >= examples.first, examples.times - examples.events.impression_ts[last], np.nan)
+    told = examples.last > examples.first
+    since = np.full(len(examples), np.nan)
+    since[told] = examples.times[told] - examples.events.impression_ts[examples.last[told] - 1]
     columns = [
         post.rate(author.rate(prior)), np.log1p(post.shown), author.rate(prior), np.log1p(author.shown),
         user.rate(float(happened[engaged].sum() / max(engaged.sum(), 1))), np.log1p(user.shown),
@@ -160,6 +161,8 @@ def post_vectors(log: Log, seed: int = 1) -> tuple[NDArray[np.uint64], Floats]:
     engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
     users, of_user = np.unique(log.user_id[engaged], return_inverse=True)
     posts, of_post = np.unique(log.post_id[engaged], return_inverse=True)
+    if not len(posts):
+        return posts, np.zeros((0, 1), np.float32)
     matrix = csr_matrix((np.ones(len(engaged), np.float32), (of_user, of_post)), (len(users), len(posts)))
     matrix.data[:] = 1
     size = min(DIMENSIONS, min(matrix.shape) - 1)
@@ -188,7 +191,8 @@ def _likeness(
         )
         mean = (sums[examples.last] - sums[examples.first]).astype(np.float32)
         cosines.append(_cosine(mine, mean, request, has_vector))
-    newest = np.where((examples.last > examples.first)[:, None], theirs[examples.last - 1], np.float32(0))
+    newest, told = np.zeros((len(examples), vectors.shape[1]), np.float32), examples.last > examples.first
+    newest[told] = theirs[examples.last[told] - 1]
     return [*cosines, _cosine(mine, newest, request, has_vector)]
 
 
@@ -202,6 +206,8 @@ def _cosine(mine: Floats, of_request: Floats, request: Ints, has_vector: NDArray
 
 def _place(sorted_ids: NDArray[np.uint64], ids: NDArray[np.uint64]) -> Ints:
     """The place of each id among the sorted ones; their number for an id that is not among them."""
+    if not len(sorted_ids):
+        return np.zeros(len(ids), np.int64)
     place = np.searchsorted(sorted_ids, ids)
     nearest = np.minimum(place, len(sorted_ids) - 1)
     return np.asarray(np.where(sorted_ids[nearest] == ids, nearest, len(sorted_ids)), np.int64)

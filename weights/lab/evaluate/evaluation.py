@@ -93,7 +93,7 @@ class Quality:
             metrics.normalised_entropy(happened, probability),
             float(probability.mean()),
             metrics.calibration_error(happened, probability),
-            *metrics.reliability(happened, probability),
+            *metrics.reliability(happened, probability)[:2],
         )
 
 

@@ -1,4 +1,4 @@
-"""Quality of predicted probabilities and of orders: pooled, within groups, and resampled by user. Pooled figures are scikit-learn's."""
+"""Quality of predicted probabilities and of orders: pooled, within groups, and resampled by user. AUC and log-loss are scikit-learn's."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ CLIP = 1e-7  # a probability of 0 or 1 would make the log-loss infinite
 BINS = 15
 RESAMPLES = 200
 INTERVAL = (2.5, 97.5)  # percent
+LEAST_USERS = 10  # figures of fewer have no interval
 CHANCE = 0.5  # the AUC of a random order
 
 
@@ -28,7 +29,12 @@ class Figure:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f}" + ("" if np.isnan(self.low) else f" ({self.low:.3f} … {self.high:.3f})")
+        return f"{self:.3f}"
+
+    def __format__(self, form: str) -> str:
+        """The figure and its interval, each number in this form; three decimals if it is empty."""
+        value, low, high = (format(number, form or ".3f") for number in (self.value, self.low, self.high))
+        return value if np.isnan(self.low) else f"{value} ({low} … {high})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +108,7 @@ class Sampled:
 
 def draws_of(users: int, seed: int = 1) -> Array:
     """How often each user is drawn in each of RESAMPLES samples with replacement, float `[R, U]`; none of fewer than ten users."""
-    count = RESAMPLES if users >= 10 else 0
+    count = RESAMPLES if users >= LEAST_USERS else 0
     return np.random.default_rng(seed).multinomial(users, np.full(users, 1 / users), count).astype(np.float64)
 
 
@@ -177,15 +183,18 @@ def normalised_entropy(happened: Flags, probability: Array) -> float:
     return log_loss(happened, probability) / log_loss(happened, np.full(len(happened), happened.mean()))
 
 
-def reliability(happened: Flags, probability: Array) -> tuple[Array, Array]:
-    """Observed share and mean prediction in bins of about equal count by predicted probability."""
-    from sklearn.calibration import calibration_curve
-
-    observed, predicted = calibration_curve(happened, np.clip(probability, 0, 1), n_bins=BINS, strategy="quantile")
-    return observed, predicted
+def reliability(happened: Flags, probability: Array) -> tuple[Array, Array, Ints]:
+    """Observed share, mean prediction and number of rows of bins by predicted probability. Their numbers of rows are about equal, but equal
+    predictions are in one bin."""
+    clipped = np.clip(probability, 0, 1)
+    place = np.searchsorted(np.percentile(clipped, np.linspace(0, 1, BINS + 1) * 100)[1:-1], clipped)
+    rows = np.bincount(place)
+    some = rows > 0
+    observed, predicted = (np.bincount(place, of_rows)[some] / rows[some] for of_rows in (happened, clipped))
+    return observed, predicted, rows[some]
 
 
 def calibration_error(happened: Flags, probability: Array) -> float:
-    """Expected calibration error: the mean distance of prediction and observation over the bins of `reliability`."""
-    observed, predicted = reliability(happened, probability)
-    return float(np.abs(observed - predicted).mean())
+    """Expected calibration error: the distance of prediction and observation in the bins of `reliability`, averaged over rows."""
+    observed, predicted, rows = reliability(happened, probability)
+    return float(np.average(np.abs(observed - predicted), weights=rows))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from model.ranker import Ranker
 from model.ranking import Calibration
 from weights.lab.evaluate.evaluation import known_worth
-from weights.lab.evaluate.metrics import Figure
+from weights.lab.evaluate.metrics import LEAST_USERS, Figure
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
@@ -95,12 +95,14 @@ def rankings_of(
 @dataclass(frozen=True, slots=True)
 class Estimates:
     """The reward of the first `places` of a ranking: as logged, and as the other ranker would have earned by three estimators, each with
-    its 95 % interval by resampling users. `left_out`: rankings that were served without exploration; `unknown`: others that are left
+    its 95 % interval by resampling users; of fewer than ten users, none. `left_out`: rankings that were served without exploration;
+    `partly_explored`: those of which the propensity of some post, but not of all, is 0, which is unknown; `unknown`: others that are left
     out, since the reward of one of their posts is not known. `effective_rankings`: (Σρ)² ÷ Σρ², how many rankings the weights leave."""
 
     places: int
     rankings: int
     left_out: int
+    partly_explored: int
     unknown: int
     effective_rankings: float
     logged: Figure
@@ -113,28 +115,40 @@ class Estimates:
         place = "place" if self.places == 1 else f"{self.places} places"
         return [
             *([f"left out: {self.left_out:,} rankings, served without exploration"] if self.left_out else []),
+            *(
+                [f"left out: {self.partly_explored:,} rankings with a post whose propensity is unknown"]
+                if self.partly_explored
+                else []
+            ),
             *([f"left out: {self.unknown:,} rankings with a post whose reward is unknown"] if self.unknown else []),
             f"reward of the first {place}, over {self.rankings:,} rankings, which weigh as {self.effective_rankings:,.0f}:",
-            f"  as logged      {self.logged}",
-            f"  IPS            {self.ips}",
-            f"  SNIPS          {self.snips}",
-            f"  doubly robust  {self.doubly_robust}",
+            f"  as logged      {self.logged:#.4g}",
+            f"  IPS            {self.ips:#.4g}",
+            f"  SNIPS          {self.snips:#.4g}",
+            f"  doubly robust  {self.doubly_robust:#.4g}",
         ]
 
 
 def off_policy(rankings: Rankings, temperature: float, places: int = 1) -> Estimates:
     """Estimate the reward of another ranker that explores with this temperature, in units of its scores.
 
-    Rankings that were served without exploration are left out. So are those with a post whose reward is unknown, whatever its place: if
-    only the first places counted, the order would decide which rankings stay, and the weights would not be theirs. Raises TableError where
-    no ranking stays, and for rankings of which the log lacks posts or places: those whose `position` is not 1 … n, or whose last post was
-    not sure of its place.
+    Rankings that were served without exploration are left out. So are those with a post whose propensity is 0, which is unknown, or whose
+    reward is unknown, whatever its place: if only the first places counted, the order would decide which rankings stay, and the weights
+    would not be theirs. Raises TableError where no ranking stays, and for rankings of which the log lacks posts or places: those whose
+    `position` is not 1 … n, or whose last post was not sure of its place.
     """
     explored = np.isin(rankings.request, rankings.request[rankings.propensity > 0])
     if not explored.any():
         raise TableError(NO_PROPENSITIES)
     left_out = len(np.unique(rankings.request[~explored]))
     rankings = rankings.take(explored)
+    is_partly = np.isin(rankings.request, rankings.request[rankings.propensity <= 0])
+    if is_partly.all():
+        raise TableError(
+            "each ranking has a post whose propensity is 0, which is unknown, so no other order can be judged by this log"
+        )
+    partly_explored = len(np.unique(rankings.request[is_partly]))
+    rankings = rankings.take(~is_partly)
     is_unknown = np.isin(rankings.request, rankings.request[np.isnan(rankings.reward)])
     if is_unknown.all():
         raise TableError(
@@ -166,6 +180,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1) -> Estim
         places,
         count,
         left_out,
+        partly_explored,
         unknown,
         float(final.sum() ** 2 / np.square(final).sum()),
         figure(rewards.sum(1, keepdims=True), one),
@@ -176,7 +191,7 @@ def off_policy(rankings: Rankings, temperature: float, places: int = 1) -> Estim
 
 
 def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats) -> Figure:
-    """Σ_j of ratios of sums over rankings, float64 `[R, J]`, and its interval.
+    """Σ_j of ratios of sums over rankings, float64 `[R, J]`, and its interval; of fewer than LEAST_USERS users, none.
 
     The interval is that of a studentised bootstrap over users: weights are skewed, and plain percentiles would miss the truth too often
     (Hall 1988).
@@ -196,6 +211,8 @@ def _ratio(user: NDArray[np.int64], numerators: Floats, denominators: Floats) ->
         return ratios.sum(1), np.sqrt((drawn * np.square(rest)).sum(1))
 
     value, error = (float(numbers[0]) for numbers in estimate(np.ones((1, users))))
+    if users < LEAST_USERS:
+        return Figure(value, np.nan, np.nan)
     rng = np.random.default_rng(SEED)
     parts = [
         estimate(rng.multinomial(users, np.full(users, 1 / users), 50).astype(np.float64))

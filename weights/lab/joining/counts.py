@@ -30,6 +30,7 @@ class JoinCounts:
     joined_rankings: int = 0
     open_rankings: int = 0
     earlier_rankings: int = 0
+    future_rankings: int = 0
     other_model_rankings: int = 0
     repeated_rankings: int = 0
     ambiguous_rankings: int = 0
@@ -73,6 +74,7 @@ class JoinCounts:
                 {
                     "their window is not over": self.open_rankings,
                     "of an earlier night": self.earlier_rankings,
+                    "served in the future by the clock of this machine": self.future_rankings,
                     "of another model": self.other_model_rankings,
                     "repeated": self.repeated_rankings,
                     "several have the same request_id": self.ambiguous_rankings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from weights.format.writer import written_beside
 from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.joining.reading import LostPart, number_of, read_events, read_parts
 from weights.lab.joining.writing import write_contexts, write_impressions
+from weights.lab.training.log import time_words
 from weights.progress import Update
 from weights.served import hold
 from weights.tables import TableError
@@ -42,6 +44,7 @@ STATES = """
 CREATE TABLE states AS
 SELECT ranking, CASE
     WHEN served_ts <= $since THEN 'earlier'
+    WHEN served_ts > getvariable('latest_ts') THEN 'future'
     WHEN copies > 1 AND (first_us <> last_us OR users > 1) THEN 'ambiguous'
     WHEN ranking > first_ranking THEN 'repeated'
     WHEN NOT told THEN 'without history'
@@ -59,9 +62,13 @@ FROM (
 """
 EVENTS_REACH = """
 SELECT coalesce(max(first_ts), 0)
-FROM (SELECT request_id, min(served_ts) AS first_ts FROM rankings GROUP BY request_id) SEMI JOIN events USING (request_id)
+FROM (
+    SELECT request_id, min(served_ts) AS first_ts FROM rankings WHERE served_ts <= getvariable('latest_ts') GROUP BY request_id
+) SEMI JOIN events USING (request_id)
 """
-"""The newest ranking that an event names, 0 for none: no clock but the service's has a say in it."""
+"""The newest ranking that an event names and that was not served in the future, 0 for none: no clock of an event has a say in it."""
+OLDEST = "SELECT coalesce(min(served_ts), 0) FROM rankings WHERE served_ts <= getvariable('latest_ts')"
+NEWEST = "SELECT coalesce(max(served_ts), 0) FROM rankings WHERE served_ts <= getvariable('latest_ts')"
 WITHOUT_POST = "SELECT count(*) FROM candidates JOIN states USING (ranking) WHERE post_id = 0 AND state = 'joined'"
 BY_NAME = """
 CREATE TABLE by_name AS
@@ -135,6 +142,11 @@ def first_day_ts(since_ts: int, window_seconds: int) -> int:
     return (since_ts - window_seconds) // DAY_SECONDS * DAY_SECONDS
 
 
+def latest_ts() -> int:
+    """The latest time that is not in the future, Unix seconds: now by the clock of this machine, and five minutes, as clocks differ."""
+    return int(time.time()) + CLOCK_SKEW_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class JoinSettings:
     """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those
@@ -172,15 +184,20 @@ def join(
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
 
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
-    its own window is not over is left out, and so is a post of 0, which is none.
+    its own window is not over is left out, and so is a post of 0, which is none. Rankings that were served after `latest_ts()` are left
+    out.
 
-    Raises TableError, in one sentence that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at
-    `out`.
+    Raises TableError, in one sentence that names the file and the row, and for an `until_ts` after `latest_ts()`; NothingJoins where
+    nothing joins; FileExistsError if something is at `out`.
     """
     if out.exists() or out.is_symlink():
         raise TableError(f"{out} is there already: choose another place")
     if not served.is_dir():
         raise TableError(f"{served} is not a directory: it must be a log of what was served")
+    if settings.until_ts is not None and settings.until_ts > latest_ts():
+        raise TableError(
+            f"--until {time_words(settings.until_ts)} is in the future by the clock of this machine: give a time that is over"
+        )
     with written_beside(out) as partial, hold(served, lambda: progress(WAITING, 0, 1), alone=False):
         try:
             return _join_into(partial, served, events, settings, progress, is_thorough=False)
@@ -266,10 +283,9 @@ def _join(
     progress: Update,
 ) -> None:
     """Make the tables `shown` and `labels`, and count. Raises TableError."""
-    if settings.since_ts is None:
-        reached_before = number_of(database, "SELECT coalesce(min(served_ts), 0) FROM rankings")
-    else:
-        reached_before = settings.since_ts + settings.window_seconds
+    database.execute("SET VARIABLE latest_ts = ?", [latest_ts()])
+    since_ts, window = settings.since_ts, settings.window_seconds
+    reached_before = number_of(database, OLDEST) if since_ts is None else since_ts + window
     counts.events_reach_ts = max(reached_before, number_of(database, EVENTS_REACH))
     counts.until_ts = settings.until_ts if settings.until_ts is not None else counts.events_reach_ts
     _name_actions(database, names)
@@ -341,11 +357,12 @@ def _count(database: duckdb.DuckDBPyConnection, window_seconds: int, counts: Joi
     states = dict(database.execute("SELECT state, count(*) FROM states GROUP BY state").fetchall())
     counts.open_rankings = states.get("open", 0)
     counts.earlier_rankings = states.get("earlier", 0)
+    counts.future_rankings = states.get("future", 0)
     through_ts = counts.until_ts - window_seconds
     counts.done_from_ts = first_day_ts(through_ts, window_seconds)
     done = "SELECT count(*) FROM rankings WHERE served_ts BETWEEN ? AND ?"
     ((counts.done_rankings,),) = database.execute(done, [counts.done_from_ts, through_ts]).fetchall()
-    counts.newest_ranking_ts = number_of(database, "SELECT coalesce(max(served_ts), 0) FROM rankings")
+    counts.newest_ranking_ts = number_of(database, NEWEST)
     counts.delay_seconds = [float(seconds) for seconds in database.execute(DELAYS).fetchall()[0]]
     counts.repeated_rankings = states.get("repeated", 0)
     counts.ambiguous_rankings = states.get("ambiguous", 0)

@@ -28,7 +28,7 @@ from weights.format.writer import alone_in, write_whole
 from weights.lab.agreement import score_weights
 from weights.lab.evaluate.predict import predict
 from weights.lab.joining.counts import JoinCounts, NothingJoins
-from weights.lab.joining.join import COUNTS_NAME, JoinSettings, first_day_ts, join
+from weights.lab.joining.join import COUNTS_NAME, JoinSettings, first_day_ts, join, latest_ts
 from weights.lab.loop.gate import (
     ABOUT_THE_NIGHT,
     ENOUGH,
@@ -140,6 +140,7 @@ def refresh(
             _clean(paths, settings, state)
             say(f"Turn {name_of(finished.turn)} was interrupted after its decision, and is finished now.")
             return _result(paths.root, finished)
+        _check_through(paths.root, state)
         state = with_present_version(paths.link, state)
         turn = _Turn(paths, settings, state, load_checkpoint(paths.link), say, progress)
         try:
@@ -188,6 +189,16 @@ def _check_link(link: Path) -> None:
     if not link.is_symlink():
         raise CheckpointError(
             f"{link} is not a link to a checkpoint: refresh publishes by switching a link, such as phoenix-ranker fetch --link makes"
+        )
+
+
+def _check_through(root: Path, state: State) -> None:
+    """Raises CheckpointError where rankings of the future count as done: no ranking would be new until then."""
+    if state.through_ts is not None and state.through_ts > latest_ts():
+        raise CheckpointError(
+            f"{root / STATE_NAME} says that rankings are done up to {time_words(state.through_ts)}, which is in the future: a clock or "
+            f"--until was wrong; set its through_ts to that of the last turn with a right one, in {root / TURNS / 'NAME' / OUTCOME_NAME}, "
+            "or to when the newest ranking was served that has trained"
         )
 
 

@@ -85,6 +85,15 @@ def test_a_report_holds_every_figure_and_begins_with_the_verdict(evaluation: Eva
     assert str(evaluation.figures["favorite"][MODEL]["AUC"]) in headline_table(evaluation)[0]
 
 
+def test_a_log_in_which_every_user_is_nobody_is_judged(world: World, ranker: Ranker, tmp_path: Path) -> None:
+    log = replace(world.log, user_id=np.zeros(len(world.log), np.uint64))
+    judged = evaluate(ranker, log, WORLD.test_ts, {"favorite": 1.0}, ablation_requests=30)
+    sources = judged.figures["favorite"]
+    assert {MODEL, *BASELINES} <= set(sources)
+    assert all(0 <= kinds["AUC"].value <= 1 for kinds in sources.values())
+    write_evaluation(judged, tmp_path, "Title", "command")
+
+
 def test_what_a_log_cannot_have_is_not_printed(world: World, ranker: Ranker, tmp_path: Path) -> None:
     """One post a request, no dwell, no world."""
     log = world.log.take(np.arange(0, len(world.log), WORLD.slots))

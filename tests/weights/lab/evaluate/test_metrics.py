@@ -44,6 +44,15 @@ def test_calibration_error_is_small_or_equals_the_shift() -> None:
     assert metrics.calibration_error(happened, np.full(len(p), 0.4)) == pytest.approx(0, abs=0.005), "one bin alone"
 
 
+def test_rows_of_equal_predictions_weigh_as_many_in_the_error() -> None:
+    """Nine of ten rows have one prediction, which is right; the others are off by 0.4."""
+    p = np.concatenate([np.full(90_000, 0.1), np.linspace(0.2, 0.4, 10_000)])
+    happened = np.zeros(len(p), bool)
+    happened[:9_000] = True
+    happened[90_000:] = np.random.default_rng(1).random(10_000) < p[90_000:] + 0.4
+    assert metrics.calibration_error(happened, p) == pytest.approx(0.04, abs=0.002)
+
+
 def test_auc_is_nan_where_it_has_no_meaning() -> None:
     assert np.isnan(metrics.auc(np.zeros(3, bool), np.arange(3.0)))
     assert metrics.auc(np.array([False, True]), np.array([0.0, 1.0])) == 1

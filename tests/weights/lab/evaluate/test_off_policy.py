@@ -115,6 +115,43 @@ def test_rankings_without_exploration_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("place", [1, POSTS])
+def test_rankings_with_an_unknown_propensity_are_left_out(place: int) -> None:
+    """Also where it is that of a place that does not count."""
+    rankings = Market(1).logged()
+    is_of_third = rankings.request % 3 == 0
+    propensity = np.where(is_of_third & (rankings.position == place), 0.0, rankings.propensity)
+    estimates = off_policy(replace(rankings, propensity=propensity), TEMPERATURE)
+    assert estimates.partly_explored == 100
+    assert replace(estimates, partly_explored=0) == off_policy(rankings.take(~is_of_third), TEMPERATURE)
+    assert estimates.lines()[0] == "left out: 100 rankings with a post whose propensity is unknown"
+    with pytest.raises(TableError, match="each ranking has a post whose propensity is 0"):
+        off_policy(
+            replace(rankings, propensity=np.where(rankings.position == place, 0.0, rankings.propensity)), TEMPERATURE
+        )
+
+
+@pytest.mark.parametrize(("users", "has_interval"), [(1, False), (9, False), (10, True)])
+def test_few_users_have_no_interval(users: int, has_interval: bool) -> None:
+    rankings = Market(1).logged()
+    estimates = off_policy(rankings.take(rankings.user < users), TEMPERATURE)
+    for figure in (estimates.logged, estimates.ips, estimates.snips, estimates.doubly_robust):
+        assert np.isfinite(figure.value)
+        assert np.isfinite([figure.low, figure.high]).tolist() == [has_interval] * 2
+    assert ("…" in estimates.lines()[-1]) == has_interval
+
+
+def test_a_rare_reward_is_told_in_significant_digits() -> None:
+    rankings = Market(1).logged()
+    plain = off_policy(rankings, TEMPERATURE)
+    rare = off_policy(
+        replace(rankings, reward=rankings.reward / 10_000, predicted=rankings.predicted / 10_000), TEMPERATURE
+    )
+    for common, told in zip(plain.lines()[-4:], rare.lines()[-4:], strict=True):
+        value = float(common.split()[-4])
+        assert float(told.split()[-4]) == pytest.approx(value / 10_000, rel=1e-3)
+
+
+@pytest.mark.parametrize("place", [1, POSTS])
 def test_rankings_with_an_unknown_reward_are_left_out(place: int) -> None:
     """Also where the reward is unknown of a place that does not count: else the order would decide which rankings stay."""
     rankings = Market(1).logged()

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ pytest.importorskip("sklearn")
 from model.synthetic import random_ranker
 from tests.support.parts import write_rows
 from tests.weights.call import run
-from tests.weights.lab.joining_rows import T0, ranking, write_part
+from tests.weights.lab.joining_rows import T0, event, ranking, write_events, write_part
 from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.fetch import point
@@ -454,6 +455,44 @@ BEFORE_TRAINING = ("--bound", "min_activity=99")
 """The night is refused before it trains."""
 
 
+def test_one_clock_that_is_ahead_does_not_end_the_loop(loop: Loop) -> None:
+    """The service's at one ranking, which an event names."""
+    ahead = structs.replace(ranking(1, int(time.time()) + 400 * 86_400), action_names=loop.nights.log.action_names)
+    write_part(loop.root / "served", "ahead", [ahead], "2027-12-31")
+    (loop.root / "events").mkdir()
+    write_events(loop.root / "events" / "ahead.parquet", [event(1, 0, "favorite")])
+    for day in (0, 1):
+        loop.night(day)
+        code, said = loop.refresh(*BEFORE_TRAINING, "--until", "")
+        assert (code, f"Turn {day + 1:05} is refused: events" in said) == (3, True), said
+        assert "left out: 1, served in the future" in said
+
+
+def test_until_in_the_future_does_not_end_the_loop(loop: Loop) -> None:
+    loop.night(0)
+    code, said = loop.refresh(*BEFORE_TRAINING, "--until", int(time.time()) + 365 * 86_400)
+    assert (code, "is in the future" in said) == (1, True), said
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+
+
+def test_a_state_of_the_future_is_told_with_the_way_out(loop: Loop) -> None:
+    """As a turn of an earlier version left it after a clock was wrong."""
+    loop.night(0)
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+    path = loop.turns / "state.json"
+    right = path.read_text()
+    state = json.loads(right)
+    path.write_text(json.dumps(state | {"through_ts": int(time.time()) + 365 * 86_400}))
+    loop.night(1)
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, said.count("\n"), "which is in the future" in said) == (1, 1, True), said
+    way_out = json.loads((loop.turns / "turns/00001/outcome.json").read_text())["through_ts"]
+    assert ("turns/NAME/outcome.json" in said, way_out) == (True, state["through_ts"]), said
+    path.write_text(json.dumps(state | {"through_ts": way_out}))
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, "Turn 00002 is refused: events" in said) == (3, True), said
+
+
 def test_a_turn_with_nothing_new_says_what_is_left_out(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh(*BEFORE_TRAINING)[0] == 3
@@ -542,6 +581,12 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(loop: Loop, tmp_path: Path
         "is not a link": ("--checkpoint", loop.nights.checkpoint),
         "There is no setting 'min_order_'": ("--bound", "min_order_=1"),
         "must be a share": ("--held-out", "1"),
+        "with its architecture: leave history_length, user_rows out of --set": (
+            "--set",
+            "history_length=5",
+            "--set",
+            "user_rows=4096",
+        ),
         "not a directory": ("--served", tmp_path / "nowhere"),
     }
     before = loop.version()
