@@ -772,9 +772,11 @@ def _refuse_unknown(environ: Mapping[str, str], setting_names: Sequence[str]) ->
 
 def _sentences(error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_input=False, include_url=False):
-        path = "__".join(str(part) for part in problem["loc"])
-        name = f"{PREFIX}{path.upper()}: " if path else ""
-        yield name + problem["msg"].removeprefix("Value error, ")
+        path, sentence = "__".join(str(part) for part in problem["loc"]), problem["msg"].removeprefix("Value error, ")
+        is_named = not path or sentence.startswith(
+            f"{path}."
+        )  # of a group, which is no setting, the sentence names its settings
+        yield sentence if is_named else f"{PREFIX}{path.upper()}: {sentence}"
 
 
 def problem_of_keys(text: str) -> str:

@@ -151,7 +151,7 @@ def measure(
             create_engine(
                 random_ranker(with_preset(small_config(), name)),
                 EngineOptions(device, dtype, backend=backend, vectors=vectors),
-            )
+            ).close()
     except EngineError as error:
         raise typer.BadParameter(str(error)) from error
     for name, dtype in itertools.product(presets, DTYPES):

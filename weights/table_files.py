@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.fs
 import pyarrow.json
@@ -48,6 +49,8 @@ OURS = b"phoenix_ranker."
 SHORT_FLOATS = (pa.float16(), pa.float32())
 """They cannot hold every time."""
 BATCH_ROWS = 65_536
+MOST_TEXT_BYTES = 65_536
+OPEN_QUOTE = "is there a quotation mark that is opened and not closed?"
 BLOCK_BYTES = 2**20
 """How much text is parsed at a time, at least the longest line. The first block tells the columns and their types."""
 
@@ -375,7 +378,7 @@ def _format_of(filesystem: pa.fs.FileSystem, path: str) -> str:
     if problem := pointer_problem(head):
         raise TableError(f"{path} {problem}")
     if not head:
-        if _named_format(path):
+        if _named_format(path) in ("JSON lines", "CSV"):  # whoever writes Parquet closes it with a footer
             return ""
         raise TableError(f"{path} is empty: remove it")
     if head.startswith(PARQUET_MAGIC):
@@ -544,7 +547,11 @@ def _csv(file: _File) -> Piece:
             _csv_rows_named(file.path, all_names),
             open_csv(file.stream(), convert_options=strict) as reader,
         ):
-            yield from reader
+            rows = 0
+            for batch in reader:
+                _check_quotes(file.path, batch, rows)
+                rows += len(batch)
+                yield batch
 
     return Piece(file.path, "CSV", schema, batches, None)
 
@@ -566,7 +573,21 @@ def _csv_rows_named(path: str, names: list[str]) -> Iterator[None]:
             raise TableError(
                 f"{path}, row {row - 1}: has {cells} values for {columns} columns; it may be cut off"
             ) from error
+        if "straddling object" in str(error):
+            raise TableError(f"{path} has a row of more than a megabyte: {OPEN_QUOTE}") from error
         raise
+
+
+def _check_quotes(path: str, batch: pa.RecordBatch, before: int) -> None:
+    """Raises TableError for a text that is so long that it holds other rows. `before`: how many rows came before these."""
+    for name, values in zip(batch.schema.names, batch.columns, strict=True):
+        if not pa.types.is_string(values.type):
+            continue
+        lengths = pc.binary_length(values)
+        longest = pc.max(lengths).as_py() or 0
+        if longest > MOST_TEXT_BYTES:
+            row = before + lengths.index(longest).as_py() + 1
+            raise TableError(f"{path}, row {row}: column {name} holds {longest:,} bytes: {OPEN_QUOTE}")
 
 
 def _csv_type(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.DataType:

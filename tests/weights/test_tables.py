@@ -231,9 +231,8 @@ def test_json_lines_may_begin_with_a_mark_or_a_blank_line(head: str, tmp_path: P
         ("{}.jsonl", b"\xef\xbb\xbf\r\n"),
         ("{}.jsonl.gz", gzip.compress(b"")),
         ("{}.csv", b""),
-        ("{}.parquet", b""),
     ],
-    ids=["JSON lines", "a line", "a mark", "gzip", "CSV", "Parquet"],
+    ids=["JSON lines", "a line", "a mark", "gzip", "CSV"],
 )
 def test_an_empty_file_is_passed_over_beside_others(name: str, content: bytes, tmp_path: Path) -> None:
     """A writer that rotates leaves some. Alone, it is refused."""
@@ -258,6 +257,25 @@ def test_a_text_of_csv_may_hold_line_breaks_in_a_large_file(tmp_path: Path) -> N
     assert (tmp_path / "events.csv").stat().st_size > 3 * 2**20
     table = open_table(tmp_path / "events.csv", COLUMNS, may_lack=[])
     assert column_of(table.to_table(), "post_id", pa.uint64(), "").tolist() == [*range(4000)]
+
+
+def test_parquet_without_a_byte_is_refused(tmp_path: Path) -> None:
+    """Whoever writes Parquet closes it with a footer, so rows are missing."""
+    write(tmp_path / "a.parquet", [row()])
+    (tmp_path / "b.parquet").touch()
+    with pytest.raises(TableError, match=r"b\.parquet is empty: remove it"):
+        open_table(tmp_path, COLUMNS)
+
+
+@pytest.mark.parametrize("rows", [2_000, 40_000])
+def test_a_quote_that_is_not_closed_loses_no_rows(rows: int, tmp_path: Path) -> None:
+    lines = [f"{number},click" for number in range(rows)]
+    lines[3] = '3,"click'
+    (tmp_path / "events.csv").write_text("\n".join(["post_id,action", *(line.ljust(80, "k") for line in lines)]) + "\n")
+    with pytest.raises(
+        TableError, match=r"events\.csv(, row 4: column action holds| has a row of more than).*opened and not closed"
+    ):
+        open_table(tmp_path / "events.csv", {"post_id": pa.uint64(), "action": pa.string()}, may_lack=[]).to_table()
 
 
 def test_empty_lists_at_first_are_lists_of_codes(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ async function ask(app, side, body) {
   const { model, models } = app.replies[side];
   const { value } = await call("explain", body);
   if (value.model.version === (model ?? models.ranker).version) return value;
-  app.rank();
+  setTimeout(() => app.rank(), 1000 * PAUSE); // some replicas may have another model for longer
   throw new Error("Another model answers now.");
 }
 

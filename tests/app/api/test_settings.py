@@ -335,5 +335,5 @@ def test_a_file_of_keys_that_cannot_be_used_stops_the_start(tmp_path: Path, text
 def test_keys_stand_in_one_place(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     file.write_text('{"a": "' + "ab" * 32 + '"}')
-    with pytest.raises(SettingsProblem, match="exclude each other"):
+    with pytest.raises(SettingsProblem, match=r"^auth\.keys and auth\.keys_file exclude each other"):
         load_settings(["--auth.keys-file", str(file), "--auth.keys", '{"b": "' + "cd" * 32 + '"}'])

@@ -67,7 +67,8 @@ Mean AUC over the {{ evaluation.frequent | length }} actions with at least 1 % p
 {{ table(["action", "share", "mean prediction", "AUC", "log-loss", "normalised entropy", "calibration error"], actions) }}
 
 {% if evaluation.frequent %}
-Mean calibration error of the actions with at least 1 % positives: {{ evaluation.calibration_error() | number }}, in bins of equal count.
+Mean calibration error of the actions with at least 1 % positives: {{ evaluation.calibration_error() | number }}, averaged over the rows
+in bins of about equal count.
 {% endif %}
 {% if evaluation.dwell_error_seconds %}
 {% set model, mean = evaluation.dwell_error_seconds %}
