@@ -163,6 +163,7 @@ class Server(Port):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and tell people what to try."""
+        self.keys.catch_up()
         await super().startup(sockets)
         self.on_listening()
         if self.announces:

@@ -9,6 +9,7 @@ import math
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -77,6 +78,12 @@ class KeyRing:
             log.error("keys_refused", reason=str(error))
         else:
             log.info("keys_read", names=list(self._digests))
+
+    def catch_up(self) -> None:
+        """Read the keys again if their file has changed: a SIGHUP that came before this process listened for it is lost."""
+        with suppress(SettingsProblem):
+            if self._settings.read() != self._digests:
+                self.read_again()
 
     def caller(self, headers: Headers) -> str | None:
         """The name that belongs to the key in `X-API-Key: KEY` or `Authorization: Bearer KEY`, None where no keys are set. If both are

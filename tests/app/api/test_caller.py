@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from starlette.testclient import TestClient
 
 from app.api.caller import MOST_MEMBERS
@@ -64,6 +66,22 @@ def test_keys(locked: TestClient, headers: dict[str, str], status: int) -> None:
     if status == 401:
         assert reply.json()["code"] == "unauthorized"
         assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_keys_that_change_while_a_process_starts_are_not_missed(tmp_path: Path) -> None:
+    """It cannot be told of them yet: whoever changes them sends SIGHUP to the process that runs."""
+    (file := tmp_path / "keys.json").write_text(json.dumps({"feed": KEYS["feed"]}))
+
+    def begun() -> asyncio.AbstractEventLoop:
+        file.write_text(json.dumps({"search": KEYS["search"]}))
+        return uvloop.new_event_loop()
+
+    with listening(loop=begun, auth=Auth(keys_file=file)) as live:
+        replies = [
+            httpx.post(f"{live.url}/rank", json=good(), headers={"x-api-key": f"{name}-key"})
+            for name in ("feed", "search")
+        ]
+    assert [reply.status_code for reply in replies] == [401, 200]
 
 
 def test_probes_and_metrics_need_no_key(locked: TestClient) -> None:
