@@ -111,7 +111,7 @@ Write = Callable[[Path], object]
 STRAY: dict[str, tuple[str, Write, str]] = {
     "a README": ("README.md", lambda path: path.write_text("# Posts\n"), "is neither Parquet nor JSON lines"),
     "a table of another form": ("b.tsv", lambda path: path.write_text("post_ids\n1\n"), "is neither Parquet nor JSON"),
-    "an empty file": ("b.jsonl", lambda path: path.touch(), "is empty"),
+    "an empty Parquet file": ("z.parquet", lambda path: path.touch(), "is empty"),
     "a JSON array": ("b.jsonl", lambda path: path.write_text(json.dumps(ROWS)), ", line 1: holds a JSON array"),
     "a cut last line": ("b.jsonl", lambda path: path.write_text(lines_of(ROWS)[:-9]), ", line 20: is no JSON object"),
     "a list in a line": (
