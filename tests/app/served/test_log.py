@@ -410,5 +410,5 @@ def test_without_pyarrow_one_sentence_says_what_to_install(tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (
         2,
-        "python -m app: RANKER_SERVED: served.directory needs pyarrow: pip install 'phoenix-ranking-server[served]'\n",
+        "python -m app: served.directory needs pyarrow: pip install 'phoenix-ranking-server[served]'\n",
     )
