@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope
 from app.api.state import AppState, state_of
 from app.errors import (
     BadRequest,
+    DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     TooLarge,
@@ -180,18 +181,19 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
 
     async def read_caller(request: Request) -> CallerInfo:
         """Raises Unauthorized, then what the ranker is open to (429, 503), then what the headers get (413, 415, 422), then what the body
-        gets (400, 413, 429), each before the next is looked at; CallerGone."""
+        gets (400, 413, 429, 504), each before the next is looked at; CallerGone."""
         scope, state = request.scope, state_of(request)
         headers: Headers = dict(scope["headers"])
         exchange: Exchange = scope["exchange"]
         key = exchange.key = state.keys.caller(headers)
         length = _length_of(headers)
-        check_room(request, state, exchange, length or 0)
+        deadline = deadline_of(state, exchange, timeout_seconds_of(headers))
+        check_room(request, state, exchange, length or 0, deadline)
         check_type(headers, types)
         is_gzip = is_compressed(scope["headers"], headers)
         limit = state.settings.limits.max_body_bytes
         check_length(headers, limit)
-        deadline = deadline_of(state, exchange, timeout_seconds_of(headers))
+        check_timeout(headers)
         body = await read_body(request.receive, exchange, state.bodies, limit, length)
         packed = b""
         if is_gzip:
@@ -199,7 +201,9 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         size = len(body) or inflated_size(packed, limit)
         has_waited = False
         if size > COSTLY_BODY_BYTES:
-            has_waited = await state.read_queue.take(size)
+            if size > (length or 0):
+                check_room(request, state, exchange, size, deadline)
+            has_waited = await state.read_queue.take(size, key, deadline - state.ranker.clock())
             await check_waits(scope)
         exchange.turn_at = time.perf_counter()
         if has_waited or size > LONG_BODY_BYTES:
@@ -208,8 +212,11 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
             body = body or inflate(packed, limit)
             state.bodies.hold(exchange, max(0, len(body) - len(packed)), len(body), is_whole=True)
             if len(body) > size:  # its end did not say so
-                await state.read_queue.take(len(body))
-        return CallerInfo(key, deadline, leaves_at(request, state, exchange), body, exchange, headers, state)
+                state.read_queue.add(len(body) - size)
+                check_room(request, state, exchange, len(body), deadline)
+                await state.read_queue.take(len(body), key, deadline - state.ranker.clock())
+        leaves = leaves_at(request, state, exchange)
+        return CallerInfo(key, deadline, leaves, body, exchange, headers, state)
 
     return read_caller
 
@@ -234,18 +241,21 @@ def leaves_at(request: Request, state: AppState, exchange: Exchange) -> float:
     return state.ranker.clock() - (now - exchange.came) + patience_seconds
 
 
-def check_room(request: Request, state: AppState, exchange: Exchange, size: int) -> None:
-    """Raise what `RankingService.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
+def check_room(request: Request, state: AppState, exchange: Exchange, size: int, deadline: float) -> None:
+    """Raise what `RankingService.check_open` does, and Overloaded or DeadlineExceeded where a body of so many bytes would wait too long to
+    be read."""
     leaves = leaves_at(request, state, exchange)
     if size <= COSTLY_BODY_BYTES:
         state.ranker.check_open(exchange.key, leaves)
         return
-    state.ranker.check_open(exchange.key, leaves - state.read_queue.wait_seconds(size))
+    state.ranker.check_open(exchange.key, leaves - state.read_queue.wait_seconds(size, exchange.key))
     reply_seconds = state.leavers.of(exchange.key, request.scope["route"].path).reply_seconds
+    now = state.ranker.clock() + reply_seconds
     try:
-        state.read_queue.check(size, leaves - state.ranker.clock() - reply_seconds)
-    except Overloaded:
-        state.ranker.metrics.rejected.labels("loop_overrun").inc()
+        state.read_queue.check(size, exchange.key, leaves - now, deadline - now)
+    except (Overloaded, DeadlineExceeded) as error:
+        reason = "loop_overrun" if isinstance(error, Overloaded) else "deadline"
+        state.ranker.metrics.rejected.labels(reason).inc()
         raise
 
 
@@ -353,21 +363,21 @@ def inflated_size(body: bytes, limit: int) -> int:
 
 
 def timeout_seconds_of(headers: Headers) -> float | None:
-    """How long the caller waits, None where it does not say. Raises InvalidRequest for a bad X-Request-Timeout-Ms.
-
-    Envoy's header is a proxy's, so a bad one is no fault of the caller and does not count; 0 means no limit there.
-    """
+    """How long the caller waits, None where it does not say. Envoy's header is a proxy's; there 0 means no limit. A header that is no count
+    has no effect here."""
     own, envoy = (
         headers.get(name, b"").strip() for name in (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
     )
-    seconds = None
-    if b"x-request-timeout-ms" in headers:
-        if not _is_count(own):
-            raise InvalidRequest("X-Request-Timeout-Ms", "must be whole milliseconds, at most 12 digits")
-        seconds = int(own) / 1000
+    said = [int(own)] if _is_count(own) else []
     if _is_count(envoy) and int(envoy):
-        seconds = int(envoy) / 1000 if seconds is None else min(seconds, int(envoy) / 1000)
-    return seconds
+        said.append(int(envoy))
+    return min(said) / 1000 if said else None
+
+
+def check_timeout(headers: Headers) -> None:
+    """Raise InvalidRequest for a bad X-Request-Timeout-Ms. A bad header of Envoy's is no fault of the caller."""
+    if not _is_count(headers.get(b"x-request-timeout-ms", b"0").strip()):
+        raise InvalidRequest("X-Request-Timeout-Ms", "must be whole milliseconds, at most 12 digits")
 
 
 def _length_of(headers: Headers) -> int | None:

@@ -1,8 +1,9 @@
 """The queue of bodies that wait to be read: a bounded number of bytes in one turn of the event loop. Knows neither HTTP nor an engine.
 
 Reading the body of a long request takes milliseconds. If every body that has come were read in one turn, a crowd of callers would keep
-the loop for longer than they wait, and all of them would leave before their replies. So bodies wait here, in the order in which they
-came, and the length of this queue is part of the forecast of a request's end.
+the loop for longer than they wait, and all of them would leave before their replies. So bodies wait here, and the length of this queue
+is part of the forecast of a request's end. Those of one API key are read in the order in which they came. Keys take turns, so that each of
+those that wait has as many bytes read as any other.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import asyncio
 import math
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from app.errors import Overloaded
+from app.errors import DeadlineExceeded, Overloaded
 
 TURN_SECONDS = 0.002  # of reading in one turn; one body is read in any case
 REQUEST_BYTES = 2048  # what a request costs besides its bytes, in bytes
@@ -28,50 +30,82 @@ class Waiting(NamedTuple):
     weight: int
 
 
+@dataclass(slots=True)
+class Line:
+    """The bodies of one API key that wait, the oldest first. `weight`: of all of them. `read`: the weight that was read of this key,
+    counted on from that of the other keys when it began to wait."""
+
+    read: int
+    weight: int = 0
+    bodies: deque[Waiting] = field(default_factory=deque)
+
+
 class ReadQueue:
     """The bodies of one process that wait to be read. Used by the event loop only."""
 
     def __init__(self, longest_wait_seconds: float) -> None:
         """`longest_wait_seconds`: no body waits here for longer; 0 means no limit."""
         self._longest_wait_seconds = longest_wait_seconds
-        self._queue: deque[Waiting] = deque()
-        self._weight = 0  # of the bodies in the queue
+        self._lines: dict[str | None, Line] = {}  # of the keys that have waited since nothing waited last
+        self._level = 0  # `Line.read` of the key that was read last, before that
         self._begun: float | None = None  # when the present turn began to read, in seconds of `time.perf_counter`
         self._read_weight = 0  # in this turn
         self._memory_seconds = self._memory_weight = 0.0  # of recent turns that read something
 
-    def wait_seconds(self, size: int) -> float:
-        """Predicted seconds until a body of so many bytes that comes now would be read; 0 before the first was."""
-        return (self._weight + size + REQUEST_BYTES) * self._weight_seconds if self._queue else 0.0
+    def wait_seconds(self, size: int, key: str | None) -> float:
+        """Predicted seconds until a body of so many bytes of this key that comes now would be read; 0 before the first was. Its key's
+        bodies are read before it, and of each other key at most as many bytes."""
+        if not self._lines:
+            return 0.0
+        own = size + REQUEST_BYTES + (self._lines[key].weight if key in self._lines else 0)
+        others = sum(min(line.weight, own) for other, line in self._lines.items() if other != key)
+        return (own + others) * self._weight_seconds
 
-    def check(self, size: int, leaves_in_seconds: float) -> None:
-        """Raise Overloaded where a body of so many bytes would wait too long, or its caller leave before it is read."""
-        wait, limit = self.wait_seconds(size), self._longest_wait_seconds
+    def check(self, size: int, key: str | None, leaves_in_seconds: float, ends_in_seconds: float) -> None:
+        """Raise Overloaded where a body of so many bytes of this key would wait too long, or its caller leave before it is read;
+        DeadlineExceeded where its deadline would pass before that."""
+        wait, limit = self.wait_seconds(size, key), self._longest_wait_seconds
         if limit and wait > limit:
             raise Overloaded(
                 "Refused on arrival: requests arrive faster than they can be read.", retry_after_seconds=wait - limit
             )
         own = (size + REQUEST_BYTES) * self._weight_seconds
-        late = wait - max(leaves_in_seconds, SURE_TIMES * own)
+        late = wait - max(min(leaves_in_seconds, ends_in_seconds), SURE_TIMES * own)
+        if late > 0 and ends_in_seconds <= leaves_in_seconds:
+            raise DeadlineExceeded(
+                "Refused on arrival: the predicted wait is longer than the deadline.", retry_after_seconds=late
+            )
         if late > 0:
             raise Overloaded("Refused on arrival: callers leave before such a wait is over.", retry_after_seconds=late)
 
-    async def take(self, size: int) -> bool:
-        """Return when a body of so many bytes may be read; whether it had to wait. What follows without an `await` is its turn."""
+    async def take(self, size: int, key: str | None, seconds: float) -> bool:
+        """Return when a body of so many bytes of this key may be read; whether it had to wait. What follows without an `await` is its turn.
+
+        Raises DeadlineExceeded where that takes longer than so many seconds.
+        """
         weight = size + REQUEST_BYTES
-        if not self._queue and self._has_time(weight):
+        if not self._lines and self._has_time(weight):
             self._read(weight)
             return False
+        line = self._lines.setdefault(key, Line(self._level))
+        if not line.bodies:
+            line.read = max(line.read, self._level)
         waiting = Waiting(asyncio.get_running_loop().create_future(), weight)
-        self._queue.append(waiting)
-        self._weight += weight
+        line.bodies.append(waiting)
+        line.weight += weight
         try:
-            await waiting.turn
-        except asyncio.CancelledError:
-            if waiting.turn.cancelled():  # it is still in the queue, and its caller has left
-                self._weight -= weight
-            raise
+            async with asyncio.timeout(seconds):
+                await waiting.turn
+        except TimeoutError:
+            raise DeadlineExceeded from None
+        finally:
+            if waiting.turn.cancelled():  # it is still in the queue, and nobody waits for it
+                line.weight -= weight
         return True
+
+    def add(self, size: int) -> None:
+        """Count so many more bytes in this turn: what was read is longer than was said."""
+        self._read(size)
 
     @property
     def _weight_seconds(self) -> float:
@@ -88,16 +122,23 @@ class ReadQueue:
         self._read_weight += weight
 
     def _next(self) -> None:
-        """The next turn: note what the last one took, and let those who wait longest read."""
+        """The next turn: note what the last one took, and let those whose turn it is read."""
         assert self._begun is not None
         seconds = time.perf_counter() - self._begun
         fades = math.exp(-seconds / MEMORY_SECONDS)
         self._memory_seconds = self._memory_seconds * fades + seconds
         self._memory_weight = self._memory_weight * fades + self._read_weight
         self._begun, self._read_weight = None, 0
-        while self._queue and (self._queue[0].turn.done() or self._has_time(self._queue[0].weight)):
-            waiting = self._queue.popleft()
-            if not waiting.turn.done():  # else its caller has left
-                self._weight -= waiting.weight
-                waiting.turn.set_result(None)
-                self._read(waiting.weight)
+        while waiting := [line for line in self._lines.values() if line.bodies]:
+            line = min(waiting, key=lambda each: each.read)
+            turn, weight = line.bodies[0]
+            if not turn.done():  # else nobody waits for it
+                if not self._has_time(weight):
+                    return
+                turn.set_result(None)
+                self._read(weight)
+                self._level = line.read
+                line.read += weight
+                line.weight -= weight
+            line.bodies.popleft()
+        self._lines.clear()

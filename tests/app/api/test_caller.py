@@ -27,6 +27,7 @@ from tests.support import rankers
 from tests.support.asgi import served
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
+from tests.support.replies import CheckedClient
 
 KEYS = {name: hashlib.sha256(f"{name}-key".encode()).hexdigest() for name in ("feed", "search")}
 AUTH = Auth(keys=KEYS)  # type: ignore[arg-type]
@@ -381,7 +382,7 @@ HONEST, SHORT_LAST = gzip.compress(LONG), gzip.compress(LONG) + gzip.compress(b"
 @pytest.mark.parametrize("body", [HONEST, SHORT_LAST], ids=["honest", "short end"])
 def test_others_have_turns_between_long_gzip_bodies(body: bytes) -> None:
     """A thousand bytes may hold a million, which take milliseconds to read."""
-    with served(auth=AUTH) as (client, _):
+    with served(auth=AUTH, queue=Queue(max_wait_seconds=0)) as (client, _):
         turns, turns_of_replies = 0, []
 
         async def one() -> None:
@@ -403,3 +404,54 @@ def test_others_have_turns_between_long_gzip_bodies(body: bytes) -> None:
         assert client.portal is not None
         client.portal.call(crowd)
         assert len({*turns_of_replies[1:]}) > 4  # how many share a turn follows from how long the first one took
+
+
+Request = tuple[str, bytes, list[tuple[bytes, bytes]]]
+GZIPPED: Request = ("feed", HONEST, [(b"content-encoding", b"gzip")])
+
+
+def replies_to(client: CheckedClient, *requests: Request) -> list[tuple[str, int]]:
+    """Whose key each reply is for, and its status, in the order in which they come. Of 64 long bodies one is read before, so that it is
+    learned how long a byte takes."""
+    replies: list[tuple[str, int]] = []
+
+    async def one(name: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        message = {"type": "http.request", "body": body, "more_body": False}
+        key = (b"x-api-key", f"{name}-key".encode())
+        start, _ = await play(client.app, [message], headers=[key, *headers])
+        replies.append((name, start["status"]))
+
+    async def crowd() -> None:
+        await one(*GZIPPED)
+        await asyncio.sleep(0.01)
+        replies.clear()
+        await asyncio.gather(*(one(*request) for request in [GZIPPED] * 64 + [*requests]))
+
+    assert client.portal is not None
+    client.portal.call(crowd)
+    return replies
+
+
+WAITS = {
+    "longest wait": ({"queue": Queue(max_wait_seconds=0.01)}, 429),
+    "deadline": ({"queue": Queue(max_wait_seconds=0), "deadline": Deadline(default_seconds=0.02)}, 504),
+}
+
+
+@pytest.mark.one_process("it is about the HTTP side alone")
+@pytest.mark.parametrize("bound", WAITS)
+def test_long_gzip_bodies_wait_no_longer_than_they_may(bound: str) -> None:
+    groups, refused = WAITS[bound]
+    with served(auth=AUTH, **groups) as (client, _):
+        assert {status for _, status in replies_to(client)} == {400, refused}  # blanks are no JSON
+
+
+@pytest.mark.one_process("it is about the HTTP side alone")
+@pytest.mark.parametrize("longest_seconds", [0.0, 0.01])
+def test_long_gzip_bodies_of_one_key_keep_out_no_other(longest_seconds: float) -> None:
+    other = BODY.ljust(40_000)
+    asked: Request = ("search", other, [(b"content-length", b"40000")])
+    with served(auth=AUTH, queue=Queue(max_wait_seconds=longest_seconds)) as (client, _):
+        read = [reply for reply in replies_to(client, asked) if reply[1] != 429]
+        assert ("search", 200) in read
+        assert longest_seconds or read.index(("search", 200)) < 32, "it came last, and waited for half of the others"
