@@ -188,6 +188,7 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         key = exchange.key = state.keys.caller(headers)
         length = _length_of(headers)
         deadline = deadline_of(state, exchange, timeout_seconds_of(headers))
+        exchange.says_deadline = b"x-request-timeout-ms" in headers
         check_room(request, state, exchange, length or 0, deadline)
         check_type(headers, types)
         is_gzip = is_compressed(scope["headers"], headers)
@@ -233,7 +234,10 @@ def deadline_of(state: AppState, exchange: Exchange, seconds: float | None) -> f
 
 
 def leaves_at(request: Request, state: AppState, exchange: Exchange) -> float:
-    """When the caller will likely have left, in seconds of the ranker's clock; infinite where that is not known."""
+    """When the caller will likely have left, in seconds of the ranker's clock; infinite where that is not known, or where its header says
+    its deadline, which then counts alone."""
+    if exchange.says_deadline:
+        return math.inf
     now = time.perf_counter()
     patience_seconds = state.leavers.of(exchange.key, request.scope["route"].path).seconds(now)
     if patience_seconds == math.inf:

@@ -172,10 +172,12 @@ class RequestMiddleware:
         self._write(exchange, seconds, trace_id)
 
     def _note_patience(self, exchange: Exchange, scope: Scope) -> None:
-        """Learn from a caller whose request had come whole: it is answered, or has left."""
+        """Learn from a caller whose request had come whole: it is answered, or has left. One that said its deadline left by that, and tells
+        nothing of others."""
         now, route = time.perf_counter(), scope["route"].path
         if not exchange.status or _has_left(scope):
-            self.leavers.of(exchange.key, route).left(now, now - exchange.came, was_read=exchange.turn_at > 0)
+            if not exchange.says_deadline:
+                self.leavers.of(exchange.key, route).left(now, now - exchange.came, was_read=exchange.turn_at > 0)
         elif exchange.status < 300:
             self.leavers.of(exchange.key, route).answered(now, now - exchange.turn_at)
 

@@ -52,7 +52,7 @@ from app.processes.messages import (
     Search,
     encode,
 )
-from app.queue.admission import CROWDED_SECONDS, TOO_LATE
+from app.queue.admission import CROWDED_SECONDS, PAST_DEADLINE, TOO_LATE
 from app.queue.batching import chunk_count
 from app.settings import Settings
 from app.telemetry.logs import of_exception
@@ -242,10 +242,13 @@ class RemoteService:
 
     @contextmanager
     def admit(self, model: ServedModel, request: PlaceRequest) -> Iterator[Job]:
-        """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`. Raises Overloaded for what it would
-        certainly refuse because the caller leaves before: checking a request and sending it would cost more than all that came before."""
+        """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`. Raises Overloaded or DeadlineExceeded
+        for what it would certainly refuse because the caller leaves before: checking a request and sending it would cost more than all that
+        came before."""
         cost = request.candidates + request.context_tokens(model.manifest.config.history_length)
-        self._check_in_time(cost, chunk_count(request.candidates, self.settings.batching), request.leaves_at)
+        self._check_in_time(
+            cost, chunk_count(request.candidates, self.settings.batching), request.leaves_at, request.deadline
+        )
         job = RemoteJob(model, request)
         try:
             yield job
@@ -257,14 +260,19 @@ class RemoteService:
         """See `interface.RankingService.kept`."""
         return nullcontext()
 
-    def _check_in_time(self, cost: int, chunks: int, leaves_at: float) -> None:
-        """Raise Overloaded where, as the engine process last told while it refused requests, a caller leaves before its reply."""
-        outlook = self.state.outlook
-        if outlook is None or leaves_at == math.inf:
+    def _check_in_time(self, cost: int, chunks: int, leaves_at: float, deadline: float | None = None) -> None:
+        """Raise Overloaded where, as the engine process last told while it refused requests, a caller leaves before its reply, and
+        DeadlineExceeded where its deadline passes first."""
+        outlook, ends_at = self.state.outlook, math.inf if deadline is None else deadline
+        if outlook is None or leaves_at == ends_at == math.inf:
             return
-        late_seconds = outlook.late_seconds(cost, chunks, leaves_at, self.clock())
-        if late_seconds > 0:
-            raise self._refused(TOO_LATE, late_seconds)
+        late_seconds = outlook.late_seconds(cost, chunks, min(leaves_at, ends_at), self.clock())
+        if late_seconds <= 0:
+            return
+        if ends_at <= leaves_at:
+            self.metrics.rejected.labels("deadline").inc()
+            raise DeadlineExceeded(f"Refused on arrival: {PAST_DEADLINE}.", retry_after_seconds=late_seconds)
+        raise self._refused(TOO_LATE, late_seconds)
 
     def _refused(self, detail: str, retry_after_seconds: float) -> Overloaded:
         self.metrics.rejected.labels("queue_full").inc()

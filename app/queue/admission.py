@@ -22,7 +22,7 @@ limit, fill the next forward `FILLED_TIMES` over.
 
 *Patience.* Callers who give up after a quarter of a second and come again would fill the queue with work for nobody. So a request must end
 before its caller is likely to leave: `app.api.patience` learns when that is, and `app.queue.forecast.Outlook` has the rule, which workers
-apply as well.
+apply as well. Of a caller that says its deadline nothing is guessed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ KEY_BURST_SECONDS = 2.0  # an idle key may use this many seconds of its rate at 
 FILLED_TIMES = 1.5  # arrivals are random: demand that fills it once on average would often leave it partly empty
 CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 TOO_LATE = "callers leave before such a wait is over"
+PAST_DEADLINE = "the predicted wait is longer than the deadline"
 NO_RATE_RETRY_SECONDS = 1.0  # `retry_after_seconds` before the first forward was measured
 
 
@@ -243,7 +244,7 @@ class Admission:
         if forward_seconds is None:
             return None
         late = self.clock() + (wait.seconds + forward_seconds) * job.chunks - job.deadline
-        return Refusal("deadline", "the predicted wait is longer than the deadline", wait.seconds) if late > 0 else None
+        return Refusal("deadline", PAST_DEADLINE, wait.seconds) if late > 0 else None
 
     def _over_key_rate(self, job: Work) -> Refusal | None:
         rate = self.queue.key_candidates_per_second

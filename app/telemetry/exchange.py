@@ -17,7 +17,7 @@ class Exchange(msgspec.Struct):
     means that the client disconnected; `code` is a problem's. A request that was not named by its caller's header takes the name in its
     body, if there is one. `scored`: of its replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards
     what all bodies may take together; `is_reading`: the body is on its way, `is_read`: it is whole. `has_long_body`: it is, or may be, so
-    long that a refusal ends the connection rather than read it.
+    long that a refusal ends the connection rather than read it. `says_deadline`: the caller's own header says how long it waits.
     """
 
     request_id: str
@@ -40,6 +40,7 @@ class Exchange(msgspec.Struct):
     is_reading: bool = False
     is_read: bool = False
     has_long_body: bool = False
+    says_deadline: bool = False
     came: float = 0.0
     turn_at: float = 0.0
 

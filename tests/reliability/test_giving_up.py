@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ import uvloop
 
 from app.settings import Batching, Queue
 from loadtest.server import Server, example, serving
-from tests.app.api.live import BODY, QUIET, head, listening
+from tests.app.api.live import BODY, QUIET, Live, head, listening, read_reply
 from tests.support.fakes import FakeEngine
 
 PATIENCE_SECONDS, FORWARD_SECONDS, WAIT_SECONDS = (
@@ -90,6 +90,38 @@ def test_callers_who_all_leave_in_one_moment_did_not_give_up() -> None:
     with listening(FakeEngine(before=forward), batching=Batching(max_requests=1), queue=queue, logs=QUIET) as live:
         ends = asyncio.run(leave_and_come_again(live.port))
         assert set(ends) == {"200"}, ends
+
+
+def leave(live: Live, headers: dict[str, str]) -> None:
+    """Callers leave one after the other, so that it is guessed when the next ones will."""
+    for _ in range(4):
+        with live.connect() as connection:
+            connection.sendall(head(headers=headers) + BODY)
+            time.sleep(0.12)
+
+
+def statuses(live: Live, *requests: dict[str, str]) -> list[int]:
+    """Of requests with these headers, each sent once the ones before have a place in the queue, or their replies."""
+    with ExitStack() as stack:
+        connections = []
+        for headers in requests:
+            connections.append(connection := stack.enter_context(live.connect()))
+            connection.sendall(head(headers=headers) + BODY)
+            time.sleep(0.03)
+        return [read_reply(connection)[0] for connection in connections]
+
+
+PATIENT, HURRIED = {"x-request-timeout-ms": "20000"}, {"x-request-timeout-ms": "150"}
+
+
+def test_of_a_caller_that_says_its_deadline_nothing_is_guessed() -> None:
+    queue = Queue(max_wait_seconds=WAIT_SECONDS)
+    with listening(FakeEngine(before=forward), batching=Batching(max_requests=1), queue=queue, logs=QUIET) as live:
+        assert statuses(live, {}) == [200]
+        leave(live, PATIENT)
+        assert statuses(live, {}, {}) == [200, 200], "those who left had said how long they wait"
+        leave(live, {})
+        assert statuses(live, PATIENT, PATIENT, HURRIED, {}) == [200, 200, 504, 429]
 
 
 CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 2.0, 12

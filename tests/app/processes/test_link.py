@@ -406,6 +406,9 @@ async def test_a_worker_refuses_callers_who_leave_too_soon(tmp_path: Path) -> No
             ranker.check_open(None, soon.leaves_at)
         with pytest.raises(Overloaded), ranker.admit(model, soon):
             pass
+        said = PlaceRequest(8, 2, soon.leaves_at)
+        with pytest.raises(DeadlineExceeded, match="on arrival"), ranker.admit(model, said):
+            pass
         for request in (late, PlaceRequest(8, 2, None, None)):
             ranker.check_open(None, request.leaves_at)
             with ranker.admit(model, request):
