@@ -118,7 +118,8 @@ interface App {
   held: Reply | null;
   explained: Explained[];
   before: Map<string, Shown>[];
-  did: string;
+  edits: string[];
+  told: string[];
   chosen: { author?: string; action?: string };
   gesture: { key: string; at: number };
   past: import("./assets/past.js").Past;

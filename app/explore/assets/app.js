@@ -20,8 +20,9 @@ export const app = /** @type {any} */ ({
   replies: [], // the last of each side
   held: null, // the reply of A that stays
   explained: [], // of each side, what /explain said of its posts
-  before: [], // of each side, its list before the last gesture
-  did: "", // the last gesture, in words
+  before: [], // of each side, its list before the gestures of `edits`
+  edits: [], // the last gesture, in words; before it those that had no reply yet when it began
+  told: [], // those whose effect the replies show: the same list as `edits` once that are all
   chosen: {},
   gesture: { key: "", at: 0 },
   past: new Past(),
@@ -86,21 +87,21 @@ export const app = /** @type {any} */ ({
   /** Change the side that is edited, then rank. Changes of one `key` in quick succession are one gesture. */
   change(key, label, mutate, { redraw = true } = {}) {
     const now = performance.now();
-    if (key !== this.gesture.key || now - this.gesture.at > ONE_GESTURE_MS) this.remember(label);
+    if (key !== this.gesture.key || now - this.gesture.at > ONE_GESTURE_MS) {
+      this.past.keep(this.state, label);
+      this.look(label);
+    } else this.edits = [...this.edits.slice(0, -1), label];
     this.gesture = { key, at: now };
-    this.did = label;
     mutate(this.request);
     if (redraw) draw(this);
     else this.drawTools();
     this.rank();
   },
-  remember(label) {
-    this.past.keep(this.state, label);
-    this.look();
-  },
-  /** Compare the next list with this one. */
-  look() {
-    this.before = this.replies.map((_, side) => kept(this.shown(side)));
+  /** Compare the next list with this one: it shows what is done now. Of edits without a reply yet it will show the effect too. */
+  look(label) {
+    const isPending = this.edits.length > 0 && this.told !== this.edits;
+    if (!isPending) Object.assign(this, { before: this.replies.map((_, side) => kept(this.shown(side))), told: [] });
+    this.edits = [...(isPending ? this.edits : []), label];
   },
 
   undo() {
@@ -112,9 +113,8 @@ export const app = /** @type {any} */ ({
   stepTo(step, what) {
     if (!step) return;
     const isSame = step.state.sides.length === this.state.sides.length && step.state.source === this.state.source;
-    this.look();
+    this.look(`${what} (${step.label})`);
     this.state = step.state;
-    this.did = `${what} (${step.label})`;
     this.gesture.key = "";
     if (!isSame) this.before = [];
     this.held = null;
@@ -139,7 +139,7 @@ export const app = /** @type {any} */ ({
   },
   /** Forget what belongs to the lists before, and draw anew. */
   reset() {
-    Object.assign(this, { before: [], did: "", held: null, explained: [], replies: this.replies.slice(0, this.state.sides.length) });
+    Object.assign(this, { before: [], edits: [], held: null, explained: [], replies: this.replies.slice(0, this.state.sides.length) });
     this.gesture.key = "";
     for (const request of this.state.sides) this.names.learn([...request.history, ...request.candidates]);
     draw(this);
@@ -224,7 +224,7 @@ export const app = /** @type {any} */ ({
     const sides = two ? [this.request] : [this.request, structuredClone(this.request)];
     this.past.keep(this.state, two ? "Stopped comparing" : "Compared");
     Object.assign(this.state, { sides, side: sides.length - 1 });
-    Object.assign(this, { held: null, before: [], did: "" });
+    Object.assign(this, { held: null, before: [], edits: [] });
     draw(this);
     this.rank();
   },
@@ -242,12 +242,12 @@ export const app = /** @type {any} */ ({
   from(source) {
     this.past.keep(this.state, source === "rank" ? "These posts" : "All posts");
     Object.assign(this.state, { source, onePer: source === "recommend" });
-    Object.assign(this, { before: [], did: "" });
+    Object.assign(this, { before: [], edits: [] });
     draw(this);
     this.rank();
   },
   onePerAuthor(on) {
-    Object.assign(this, { before: [], did: "" });
+    Object.assign(this, { before: [], edits: [] });
     this.state.onePer = on;
     drawLists(this);
     this.keepLink();

@@ -7,8 +7,9 @@ const FIRST = 10;
 /** What is kept of a list to compare the next one with. @param {Shown[]} posts @returns {Map<string, Shown>} */
 export const kept = (posts) => new Map(posts.map((post) => [post.key, post]));
 
-/** What an edit did to a list, in a sentence. @param {string} did @param {Map<string, Shown>} before @param {Shown[]} posts @param {Names} names */
-export function caption(did, before, posts, names) {
+/** What edits did to a list, in a sentence. @param {string[]} edits @param {Map<string, Shown>} before @param {Shown[]} posts @param {Names} names */
+export function caption(edits, before, posts, names) {
+  const did = edits.map((each, at) => (at ? lower(each) : each)).join(", then ");
   const both = posts.filter(({ key }) => before.has(key)).map((post) => change(/** @type {Shown} */ (before.get(post.key)), post));
   const moved = both.filter(({ places }) => places);
   const fresh = posts.length - both.length;

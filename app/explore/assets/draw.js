@@ -73,11 +73,11 @@ function title(/** @type {App} */ app, /** @type {number} */ side) {
   return `${"AB"[side]} · ${model.name} ${model.version}${app.held && !side ? ", held" : ""}`;
 }
 
-/** What the last edit did, or how far the lists agree. @param {App} app @param {{posts: Shown[], side: number}[]} views */
+/** What the last edit did, with those before it that had no reply, or how far the lists agree. @param {App} app @param {{posts: Shown[], side: number}[]} views */
 function say(app, views) {
   const side = Math.min(app.state.side, views.length - 1);
   const before = app.before[side];
-  const did = app.did && before ? caption(app.did, before, views[side].posts, app.names) : "";
+  const did = app.told.length && before ? caption(app.told, before, views[side].posts, app.names) : "";
   const agree = views.length === 2 ? agreement(views[0].posts, views[1].posts) : null;
   const two = agree && `A and B agree by τ = ${number(agree.tau)} over ${agree.shared} posts; ${agree.same} of the first ${agree.first} are in both. Arrows in B: from its place in A.`;
   byId("caption").textContent = [did, two].filter(Boolean).join(" ") || "Change anything: this line says what it did.";

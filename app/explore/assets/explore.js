@@ -37,12 +37,14 @@ async function ask(side) {
 
 const rank = latest(async () => {
   clearTimeout(waiting.get(rank));
+  const { edits } = app;
   const pending = setTimeout(() => byId("lists").setAttribute("aria-busy", "true"), PENDING_MS);
   try {
     const sides = app.state.sides.map((_, side) => side);
     const asked = await Promise.all(sides.map((side) => (app.held && !side ? { value: app.held, milliseconds: 0 } : ask(side))));
     if (asked.length !== app.state.sides.length) return; // comparing began or ended meanwhile, and asks again
     app.replies = asked.map(({ value }) => value);
+    app.told = edits;
     const { value, milliseconds } = asked[app.state.side];
     const { timings_ms: stages, model, models } = value;
     const { name, version } = model ?? models.ranker;
@@ -180,7 +182,7 @@ const meet = latest(async () => {
   const names = new Names(carried.names, info.retrieval?.corpus.topics, info.ids);
   const start = normal(carried.example ?? (await firstExample(info.actions)), info.actions);
   for (const { history, candidates } of [start, ...(app.state?.sides ?? [])]) names.learn([...history, ...candidates]);
-  Object.assign(app, { info, carried, names, start, replies: [], explained: [], before: [], did: "" });
+  Object.assign(app, { info, carried, names, start, replies: [], explained: [], before: [], edits: [] });
   app.gesture.key = "";
   if (!app.state) return; // the page begins
   if (app.state.story !== "corpus") app.state.story = ""; // it was told of the example before

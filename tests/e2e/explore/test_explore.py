@@ -462,6 +462,38 @@ def test_a_list_says_that_it_is_old_while_the_service_is_away(tab: Explorer, cli
     tab.complaints.clear()
 
 
+def test_edits_without_a_reply_yet_are_said_together(tab: Explorer, client: httpx.Client) -> None:
+    caption, events = tab.page.locator("#caption"), tab.page.locator("#events .remove")
+    held: list[Any] = []
+    tab.open().page.route("**/rank", lambda route: held.append(route))  # it sets an attribute of what it is given
+    with tab.page.expect_request("**/rank"):
+        events.first.click()  # the report
+    events.last.click()
+    with tab.page.expect_request("**/rank"):
+        tab.settle(lambda: held[0].continue_())
+    assert "emoved the report of" in caption.inner_text()
+    assert "emoved event 1" not in caption.inner_text(), "this reply does not know of the second edit"
+    tab.settle(lambda: held[1].continue_())
+    both = re.compile(r"emoved the report of .*, then removed event 1 with ")
+    assert both.search(caption.inner_text())
+    tab.page.unroute_all()
+    tab.forget()
+    assert "then" not in caption.inner_text(), "the edits before were answered"
+
+    problem = {"title": "Not ready", "status": 503, "code": "not_ready", "detail": "The engine is warming up."}
+    tab.open().page.route(
+        "**/rank", lambda route: route.fulfill(status=503, headers={"retry-after": "1"}, json=problem)
+    )
+    events.first.click()
+    tab.page.get_by_text("The engine is warming up.").wait_for()
+    with tab.page.expect_response("**/rank"):
+        events.last.click()
+    tab.settle(tab.page.unroute_all)
+    assert both.search(caption.inner_text())
+    assert tab.shown() == ranked(client, EXAMPLE | {"history": EXAMPLE["history"][1:-1]})
+    tab.refusals(503)
+
+
 BUSY = {  # to the page's request: a full queue, or an engine that makes no progress
     429: (Queue(max_candidates=8, max_wait_seconds=0), "the queue is full"),
     503: (Queue(stall_seconds=0.2), "has finished no forward"),
