@@ -2,6 +2,7 @@
 
 import { button, byId, h, rebuild } from "./dom.js";
 import { meaning, short, words } from "./names.js";
+import { withKeys } from "./state.js";
 
 const LIKED = { favorite: 1, dwell: 1 };
 
@@ -11,7 +12,7 @@ export function drawTimeline(app) {
   const hint = app.hint();
   rebuild(byId("viewer"), [userChoice(app, hint), topicButtons(app, hint), eventForm(app)]);
   const dropped = request.history.length - app.info.architecture.history_length;
-  const events = request.history.map((event, place) => drawEvent(app, event, place, place < dropped, hint)).reverse();
+  const events = withKeys(request.history).map((event, place) => drawEvent(app, event, place, place < dropped, hint)).reverse();
   const none = h("li", { class: "soft none" }, "No events: the model knows the user's id alone.");
   rebuild(byId("events"), events.length ? events : [none]);
 }
@@ -75,11 +76,11 @@ function eventForm(/** @type {App} */ app) {
   return h("form", { class: "field add", onsubmit: add }, h("span", {}, "Add an event"), author, action, h("button", { "data-key": "add" }, "Add"));
 }
 
-function drawEvent(/** @type {App} */ app, /** @type {Event_} */ event, /** @type {number} */ place, /** @type {boolean} */ isDropped, /** @type {Hint | null} */ hint) {
+function drawEvent(/** @type {App} */ app, /** @type {Event_ & {key: string}} */ event, /** @type {number} */ place, /** @type {boolean} */ isDropped, /** @type {Hint | null} */ hint) {
   const { names } = app;
   const topic = names.topic(event);
   const author = names.post(event);
-  const key = `${event.post_id} ${place}`;
+  const { key } = event; // without its place: what has the focus keeps it when the event moves
   const edit = (/** @type {string} */ label, /** @type {(event: Event_) => void} */ change) =>
     app.change(`event ${key}`, label, (/** @type {Side} */ request) => change(request.history[place]));
   const one = ([/** @type {string} */ name, /** @type {number} */ value]) =>

@@ -494,6 +494,18 @@ def test_edits_without_a_reply_yet_are_said_together(tab: Explorer, client: http
     tab.refusals(503)
 
 
+def test_an_event_is_moved_far_by_keyboard(tab: Explorer) -> None:
+    *older, newest = [event["post_id"] for event in EXAMPLE["history"]]
+    tab.open().page.locator("#events .earlier").first.focus()
+    for _ in range(3):
+        tab.settle(lambda: tab.page.keyboard.press("Enter"))
+    assert [event["post_id"] for event in tab.sent()["history"]] == [*older[:-3], newest, *older[-3:]]
+    twice = EXAMPLE["history"] * 2
+    tab.settle(lambda: tab.paste(EXAMPLE | {"history": twice}))
+    keys = tab.page.locator("#events [data-key]").evaluate_all("all => all.map(each => each.dataset.key)")
+    assert len(set(keys)) == len(keys) > 4 * len(twice), "two events with one post do not share the focus"
+
+
 BUSY = {  # to the page's request: a full queue, or an engine that makes no progress
     429: (Queue(max_candidates=8, max_wait_seconds=0), "the queue is full"),
     503: (Queue(stall_seconds=0.2), "has finished no forward"),
