@@ -23,6 +23,7 @@ from weights.git_lfs import HEAD_BYTES, pointer_problem
 
 ALONGSIDE = ("example.json", "names.json")  # read by the explorer's page if the checkpoint has them
 PIECE_BYTES = 8 * 2**20
+HTTP = ("http://", "https://")
 
 
 def fetch(
@@ -46,9 +47,7 @@ def fetch(
     if digest and manifest.digest != digest:
         raise CheckpointError(f"{url} is refused: its digest is {manifest.digest}, not {digest}.")
     if isinstance(manifest, CorpusManifest):
-        with read_from(f"{url}/{manifest.changes_name}"):
-            is_changed = source.exists(f"{root}/{manifest.changes_name}")
-        if is_changed:
+        if is_there(source, root, url, manifest.changes_name):
             raise CheckpointError(
                 f"{url} was changed after it was built, and a copy would lack what is in {manifest.changes_name}: write a corpus that has "
                 "its changes with `corpus snapshot`, and fetch that."
@@ -63,9 +62,7 @@ def fetch(
                     for size in copied(source, f"{root}/{name}", partial / name, entry):
                         progress("Fetching", done := done + size, total)
                 for name in () if is_corpus else ALONGSIDE:
-                    with read_from(f"{url}/{name}"):
-                        is_there = source.exists(f"{root}/{name}")
-                    if is_there:
+                    if is_there(source, root, url, name):
                         write_file(partial / name, small_file(source, root, url, name))
                 write_file(partial / MANIFEST_NAME, raw)
                 check_copy(partial, manifest, progress)
@@ -101,11 +98,24 @@ def read_from(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_http = isinstance(error, ImportError) and place.startswith(("http://", "https://"))
+        is_http = isinstance(error, ImportError) and place.startswith(HTTP)
         reason = (
             "it needs the extra `fetch`: pip install 'phoenix-ranking-server[fetch]'" if is_http else reason_of(error)
         )
         raise CheckpointError(f"{place} cannot be read: {reason}.") from error
+
+
+def is_there(source: Any, root: str, url: str, name: str) -> bool:
+    """Whether the source has a file of this name. Raises CheckpointError where it does not say, such as for an answer of 503: fsspec's
+    `exists` takes that for a no. Its FileNotFoundError over HTTP may be any error, which is then the cause."""
+    with read_from(f"{url}/{name}"):
+        try:
+            source.info(f"{root}/{name}")
+        except FileNotFoundError as error:
+            if error.__cause__ and url.startswith(HTTP) and getattr(error.__cause__, "status", None) not in (404, 410):
+                raise
+            return False
+    return True
 
 
 def small_file(source: Any, root: str, url: str, name: str) -> bytes:

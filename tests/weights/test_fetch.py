@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,32 @@ def web() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
+
+
+@contextmanager
+def served(directory: Path, **methods: Callable[[Any], None]) -> Iterator[str]:
+    """The address of a directory over HTTP, with other methods than those of Python's server."""
+    kind = type("Served", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None, **methods})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(kind, directory=directory)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def failing(name: str, status: int) -> dict[str, Callable[[Any], None]]:
+    """Methods that answer for files whose names begin so with this status, or with none if it is 0: they end the connection."""
+
+    def method(answer: Callable[[Any], None]) -> Callable[[Any], None]:
+        def answered(self: Any) -> None:
+            if not self.path.rpartition("/")[2].startswith(name):
+                answer(self)
+            elif status:
+                self.send_error(status)
+
+        return answered
+
+    usual = http.server.SimpleHTTPRequestHandler
+    return {"do_GET": method(usual.do_GET), "do_HEAD": method(usual.do_HEAD)}
 
 
 @pytest.mark.parametrize("by", ["path", "http"])
@@ -294,3 +321,32 @@ def test_a_corpus_that_was_changed_is_not_copied_without_its_changes(tmp_path: P
     with pytest.raises(CheckpointError, match=r"was changed after it was built.*`corpus snapshot`"):
         fetch(str(corpus), tmp_path / "after", "posts")
     assert not [*(tmp_path / "after").glob("*")]
+
+
+@pytest.mark.parametrize("status", [0, 403, 500, 503])
+def test_changes_that_a_server_does_not_show_are_not_lost(status: int, tmp_path: Path) -> None:
+    towers, corpus = corpora.written(tmp_path)
+    _, changes, _ = load_changed(corpus, load_manifest(towers))
+    changes.record(changing.first(1, changes.mark))
+    changes.close()
+    with served(corpus, **failing("changes-", status)) as url:
+        ended = call("fetch", url, "--out", tmp_path / "out", "--link", "posts")
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert re.match(rf"{url}/changes-[0-9a-f]+.sqlite cannot be read: ", ended.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["example.json", "names.json"])
+@pytest.mark.parametrize("status", [0, 403, 503])
+def test_a_file_for_the_page_is_not_left_out_silently(status: int, file: str, tmp_path: Path) -> None:
+    with served(DEMO, **failing(file, status)) as url:
+        ended = call("fetch", url, "--out", tmp_path)
+    assert (ended.exit_code, f"{url}/{file} cannot be read: " in ended.stderr) == (1, True), ended.output
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_files_for_the_page_need_not_be_there(status: int, tmp_path: Path) -> None:
+    with served(DEMO, **failing("names.json", status)) as url:
+        path, _ = fetch(url, tmp_path, "current")
+    assert ((path / "example.json").exists(), (path / "names.json").exists()) == (True, False)
