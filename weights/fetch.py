@@ -37,7 +37,8 @@ def fetch(
     if not link or link in (".", "..") or "/" in link:
         raise CheckpointError(f"--link {link!r} must be a plain name: the link is made in {out}.")
     with read_from(url):
-        source, root = fsspec.core.url_to_fs(url)
+        # block_size 0: files are read in order, in one request each, for which a server needs no byte ranges
+        source, root = fsspec.core.url_to_fs(url, **({"block_size": 0} if url.startswith(HTTP) else {}))
     raw = small_file(source, root, url, MANIFEST_NAME)
     is_corpus = kind_in(raw) == KIND
     try:

@@ -21,11 +21,14 @@ from tests.support import corpora
 from tests.weights.call import call
 from tests.weights.corpus import changing
 from tests.weights.small import sign
+from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
 from weights.corpus.changes import load_changed
 from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError
 from weights.fetch import fetch, point
+from weights.format.writer import Labels, write_checkpoint
+from weights.synthetic.random_weights import mini_config, random_pieces
 
 DEMO = Path("weights/demo")
 
@@ -350,3 +353,12 @@ def test_files_for_the_page_need_not_be_there(status: int, tmp_path: Path) -> No
     with served(DEMO, **failing("names.json", status)) as url:
         path, _ = fetch(url, tmp_path, "current")
     assert ((path / "example.json").exists(), (path / "names.json").exists()) == (True, False)
+
+
+def test_long_files_need_no_byte_ranges(tmp_path: Path) -> None:
+    config = mini_config(0, (30_000, 101, 53), continuous_actions=0)
+    write_checkpoint(tmp_path / "long", config, random_pieces(config, 0), Labels("long", STANDARD_ACTIONS))
+    assert max(path.stat().st_size for path in (tmp_path / "long").iterdir()) > 6_000_000
+    with served(tmp_path / "long") as url:
+        path, _ = fetch(url, tmp_path, "current")
+    assert tree(path) == tree(tmp_path / "long")
