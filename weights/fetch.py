@@ -26,6 +26,17 @@ PIECE_BYTES = 8 * 2**20
 HTTP = ("http://", "https://")
 
 
+async def http_session(**options: Any) -> Any:
+    """A session of aiohttp that reads a file as long as something comes each minute. By itself aiohttp gives up after five minutes."""
+    import aiohttp
+
+    patient = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+    return aiohttp.ClientSession(**{"timeout": patient, **options})
+
+
+IN_ORDER = {"block_size": 0, "get_client": http_session}  # one request for a file: no server needs to know byte ranges
+
+
 def fetch(
     url: str, out: Path, link: str, digest: str = "", progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> tuple[Path, Manifest | CorpusManifest]:
@@ -37,8 +48,7 @@ def fetch(
     if not link or link in (".", "..") or "/" in link:
         raise CheckpointError(f"--link {link!r} must be a plain name: the link is made in {out}.")
     with read_from(url):
-        # block_size 0: files are read in order, in one request each, for which a server needs no byte ranges
-        source, root = fsspec.core.url_to_fs(url, **({"block_size": 0} if url.startswith(HTTP) else {}))
+        source, root = fsspec.core.url_to_fs(url, **(IN_ORDER if url.startswith(HTTP) else {}))
     raw = small_file(source, root, url, MANIFEST_NAME)
     is_corpus = kind_in(raw) == KIND
     try:

@@ -10,11 +10,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import fsspec
 import pytest
 
 from tests.support import corpora
@@ -362,3 +365,22 @@ def test_long_files_need_no_byte_ranges(tmp_path: Path) -> None:
     with served(tmp_path / "long") as url:
         path, _ = fetch(url, tmp_path, "current")
     assert tree(path) == tree(tmp_path / "long")
+
+
+def slowly(self: Any) -> None:
+    """Send a long file in pieces that take 1.5 seconds together."""
+    content = (Path(self.directory) / self.path[1:]).read_bytes()
+    self.send_response(200)
+    self.end_headers()
+    for at in range(0, len(content), size := 2**17):
+        self.wfile.write(content[at : at + size])
+        time.sleep(1.5 * size / len(content) if len(content) > 2**20 else 0)
+
+
+def test_a_long_file_may_take_longer_than_aiohttp_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it waits for five minutes in all, here for one second."""
+    monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=1))
+    fsspec.get_filesystem_class("http").clear_instance_cache()
+    with served(DEMO, do_GET=slowly) as url:
+        path, _ = fetch(url, tmp_path, "current")
+    assert load_manifest(path).digest == load_manifest(DEMO).digest
