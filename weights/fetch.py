@@ -109,11 +109,18 @@ def read_from(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_http = isinstance(error, ImportError) and place.startswith(HTTP)
-        reason = (
-            "it needs the extra `fetch`: pip install 'phoenix-ranking-server[fetch]'" if is_http else reason_of(error)
-        )
+        reason = reason_over_http(error) if place.startswith(HTTP) else reason_of(error)
         raise CheckpointError(f"{place} cannot be read: {reason}.") from error
+
+
+def reason_over_http(error: Exception) -> str:
+    """What an error of fsspec's says. Its FileNotFoundError, and its own error of a timeout, hide the real one, which is their cause."""
+    if isinstance(error, ImportError):
+        return "it needs the extra `fetch`: pip install 'phoenix-ranking-server[fetch]'"
+    if isinstance(error, (FileNotFoundError, TimeoutError)) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    status = getattr(error, "status", None)
+    return f"the server answers {status} {getattr(error, 'message', '')}".rstrip() if status else reason_of(error)
 
 
 def is_there(source: Any, root: str, url: str, name: str) -> bool:

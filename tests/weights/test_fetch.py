@@ -7,6 +7,7 @@ import http.server
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -384,3 +385,28 @@ def test_a_long_file_may_take_longer_than_aiohttp_waits(tmp_path: Path, monkeypa
     with served(DEMO, do_GET=slowly) as url:
         path, _ = fetch(url, tmp_path, "current")
     assert load_manifest(path).digest == load_manifest(DEMO).digest
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "404 Not Found", "500 Internal Server Error"])
+def test_what_a_server_answers_is_the_reason(status: str, tmp_path: Path) -> None:
+    with served(DEMO, **failing("manifest", int(status[:3]))) as url:
+        ended = call("fetch", url, "--out", tmp_path)
+    assert (ended.exit_code, ended.stderr) == (1, f"{url}/manifest.json cannot be read: the server answers {status}.\n")
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("http://127.0.0.1:{closed}", "Connect call failed"),
+        ("http://nobody.invalid", "[Nn]ame"),
+        ("https://127.0.0.1:{plain}", "SSL"),
+    ],
+)
+def test_why_a_server_is_not_reached_is_the_reason(address: str, reason: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        closed = bound.getsockname()[1]
+    with served(DEMO) as url:
+        where = address.format(closed=closed, plain=url.rpartition(":")[2])
+        ended = call("fetch", where, "--out", tmp_path)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert re.match(rf"{where}/manifest.json cannot be read: .*{reason}", ended.stderr), ended.stderr
