@@ -18,7 +18,7 @@ from weights.corpus.manifest import KIND, CorpusManifest
 from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError, reason_of
 from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, kind_in
-from weights.format.writer import refused_writing, sync, write_file, written_beside
+from weights.format.writer import refused_writing, remove_unfinished, sync, write_file, written_beside
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 
 ALONGSIDE = ("example.json", "names.json")  # read by the explorer's page if the checkpoint has them
@@ -41,7 +41,8 @@ def fetch(
     url: str, out: Path, link: str, digest: str = "", progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> tuple[Path, Manifest | CorpusManifest]:
     """Copy the directory at `url` to `out/NAME@VERSION` in one step, then point the link `out/LINK` to it. A copy that is already there
-    is not fetched again. Either passes every check of a load before the link moves. If `digest` is given, the manifest must have it.
+    is not fetched again. Either passes every check of a load before the link moves. If `digest` is given, the manifest must have it. What
+    killed fetches left in `out` is removed.
 
     Raises CheckpointError, which says what is wrong: nothing there, another digest, or what a load would refuse.
     """
@@ -57,15 +58,15 @@ def fetch(
         raise CheckpointError(f"{url} is refused: its {MANIFEST_NAME} {error}.") from error
     if digest and manifest.digest != digest:
         raise CheckpointError(f"{url} is refused: its digest is {manifest.digest}, not {digest}.")
-    if isinstance(manifest, CorpusManifest):
-        if is_there(source, root, url, manifest.changes_name):
-            raise CheckpointError(
-                f"{url} was changed after it was built, and a copy would lack what is in {manifest.changes_name}: write a corpus that has "
-                "its changes with `corpus snapshot`, and fetch that."
-            )
+    if isinstance(manifest, CorpusManifest) and is_there(source, root, url, manifest.changes_name):
+        raise CheckpointError(
+            f"{url} was changed after it was built, and a copy would lack what is in {manifest.changes_name}: write a corpus that has "
+            "its changes with `corpus snapshot`, and fetch that."
+        )
     target = out / f"{manifest.name}@{manifest.version}"
     with refused_writing(str(target)):
         out.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(out, "*@*")
         if not target.exists():
             with suppress(FileExistsError), written_beside(target) as partial:  # another process may be the first
                 done, total = 0, sum(entry.bytes for entry in manifest.files.values())

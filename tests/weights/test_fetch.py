@@ -410,3 +410,27 @@ def test_why_a_server_is_not_reached_is_the_reason(address: str, reason: str, tm
         ended = call("fetch", where, "--out", tmp_path)
     assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
     assert re.match(rf"{where}/manifest.json cannot be read: .*{reason}", ended.stderr), ended.stderr
+
+
+def test_a_fetch_removes_what_killed_ones_left_of_other_versions(tmp_path: Path) -> None:
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+    child = os.fork()
+    if not child:
+        fetch(str(DEMO), out, "current", progress=lambda *_: os._exit(9))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    (left,) = os.listdir(out)
+    assert re.fullmatch(r"\.demo@.*\.partial", left)
+    fetch(str(source), out, "current")
+    assert sorted(os.listdir(out)) == ["current", "demo@v2"]
+
+
+def test_a_fetch_leaves_another_one_at_work(tmp_path: Path) -> None:
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+
+    def meanwhile(*_: object) -> None:
+        if not (out / "next").exists():
+            fetch(str(source), out, "next")
+
+    path, _ = fetch(str(DEMO), out, "current", progress=meanwhile)
+    assert sorted(os.listdir(out)) == sorted(["current", "next", "demo@v2", path.name])
