@@ -78,20 +78,26 @@ def fetch(
                         write_file(partial / name, small_file(source, root, url, name))
                 write_file(partial / MANIFEST_NAME, raw)
                 check_copy(partial, manifest, progress)
-        elif _digest_at(target, manifest) == manifest.digest:
+        elif _manifest_at(target, manifest).digest == manifest.digest:
             try:
                 check_copy(target, manifest, progress)
             except CheckpointError as error:
                 raise CheckpointError(f"the copy that is already there is damaged, remove it: {error}") from error
-        if _digest_at(target, manifest) != manifest.digest:
+        there = _manifest_at(target, manifest)
+        if (present := f"{there.name}@{there.version}") != target.name:
+            raise CheckpointError(
+                f"the directory of this name now holds {present}, because it was changed after it was fetched, such as by `relabel`: "
+                f"rename it to {present} or remove it, and fetch again"
+            )
+        if there.digest != manifest.digest:
             raise CheckpointError("a different one with this name and version is already there")
         point(out / link, target.name)
     return target, manifest
 
 
-def _digest_at(target: Path, manifest: Manifest | CorpusManifest) -> str:
-    """The digest of the manifest that is there, which is of the same kind."""
-    return type(manifest).from_json((target / MANIFEST_NAME).read_bytes()).digest
+def _manifest_at(target: Path, manifest: Manifest | CorpusManifest) -> Manifest | CorpusManifest:
+    """The manifest that is there, which is of the same kind."""
+    return type(manifest).from_json((target / MANIFEST_NAME).read_bytes())
 
 
 def check_copy(copy: Path, manifest: Manifest | CorpusManifest, progress: Callable[[str, int, int], None]) -> None:

@@ -434,3 +434,31 @@ def test_a_fetch_leaves_another_one_at_work(tmp_path: Path) -> None:
 
     path, _ = fetch(str(DEMO), out, "current", progress=meanwhile)
     assert sorted(os.listdir(out)) == sorted(["current", "next", "demo@v2", path.name])
+
+
+def test_a_copy_that_was_changed_is_told_by_what_it_holds(tmp_path: Path) -> None:
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+    path, _ = fetch(str(source), out, "current")
+    sign(path, lambda manifest: manifest.update(version="v3"))
+    ended = call("fetch", source, "--out", out)
+    assert (ended.exit_code, ended.stderr) == (
+        1,
+        f"{path} is not written: the directory of this name now holds demo@v3, because it was changed after it was fetched, such as by "
+        "`relabel`: rename it to demo@v3 or remove it, and fetch again.\n",
+    )
+    path.rename(out / "demo@v3")
+    assert call("fetch", source, "--out", out).exit_code == 0
+    assert load_manifest(out / "current").version == "v2"
+
+
+@pytest.mark.parametrize("by", ["link", "directory"])
+def test_relabel_refuses_a_directory_that_fetch_named(by: str, tmp_path: Path) -> None:
+    path, manifest = fetch(str(DEMO), tmp_path, "current")
+    place = path if by == "directory" else tmp_path / "current"
+    ended = call("relabel", place, "--version", "v2")
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert f"Checkpoint {place} is not written: " in ended.stderr
+    assert load_manifest(path).digest == manifest.digest
+    copy = shutil.copytree(place, tmp_path / "copy")
+    assert call("relabel", copy, "--version", "v2").exit_code == 0
+    assert fetch(str(copy), tmp_path, "current")[0].name == "demo@v2"
