@@ -10,7 +10,7 @@ PORT ?= $(or $(RANKER_PORT),8000)
 HOST ?= $(or $(RANKER_HOST),127.0.0.1)
 CHECKPOINT ?= $(or $(RANKER_CHECKPOINT),weights/demo)
 # The demo comes with two towers and posts to retrieve; another checkpoint serves what it is given.
-DEMO = $(filter weights/demo,$(CHECKPOINT))
+DEMO = $(filter weights/demo,$(CHECKPOINT:/=))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 

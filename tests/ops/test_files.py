@@ -233,3 +233,17 @@ def test_make_load_asks_where_the_service_listens(host: str, url: str) -> None:
         command = ["make", "--dry-run", "--old-file=.venv/.installed", "load", *words]
         done = subprocess.run(command, cwd=ROOT, env=outside | variables, capture_output=True, text=True, timeout=60)
         assert f"--url {url} " in done.stdout.replace('"', ""), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("checkpoint", ["weights/demo", "weights/demo/"])
+@pytest.mark.parametrize("by", ["CHECKPOINT", "RANKER_CHECKPOINT"])
+def test_make_serve_adds_towers_and_posts_to_the_demo(checkpoint: str, by: str) -> None:
+    """Also where a shell has completed its name, which ends it with a slash."""
+    command = ["make", "--dry-run", "--old-file=.venv/.serving", "serve"]
+    outside = {
+        name: value for name, value in os.environ.items() if not name.endswith(("CHECKPOINT", "RETRIEVAL", "CORPUS"))
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=outside | {by: checkpoint}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert 'RETRIEVAL__CHECKPOINT="weights/demo-towers" RANKER_RETRIEVAL__CORPUS="weights/demo-posts"' in done.stdout

@@ -7,24 +7,32 @@ import http.server
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import fsspec
 import pytest
 
 from tests.support import corpora
 from tests.weights.call import call
 from tests.weights.corpus import changing
 from tests.weights.small import sign
+from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
 from weights.corpus.changes import load_changed
 from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError
 from weights.fetch import fetch, point
+from weights.format.writer import Labels, write_checkpoint
+from weights.synthetic.random_weights import mini_config, random_pieces
 
 DEMO = Path("weights/demo")
 
@@ -48,6 +56,32 @@ def web() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
+
+
+@contextmanager
+def served(directory: Path, **methods: Callable[[Any], None]) -> Iterator[str]:
+    """The address of a directory over HTTP, with other methods than those of Python's server."""
+    kind = type("Served", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None, **methods})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(kind, directory=directory)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def failing(name: str, status: int) -> dict[str, Callable[[Any], None]]:
+    """Methods that answer for files whose names begin so with this status, or with none if it is 0: they end the connection."""
+
+    def method(answer: Callable[[Any], None]) -> Callable[[Any], None]:
+        def answered(self: Any) -> None:
+            if not self.path.rpartition("/")[2].startswith(name):
+                answer(self)
+            elif status:
+                self.send_error(status)
+
+        return answered
+
+    usual = http.server.SimpleHTTPRequestHandler
+    return {"do_GET": method(usual.do_GET), "do_HEAD": method(usual.do_HEAD)}
 
 
 @pytest.mark.parametrize("by", ["path", "http"])
@@ -294,3 +328,137 @@ def test_a_corpus_that_was_changed_is_not_copied_without_its_changes(tmp_path: P
     with pytest.raises(CheckpointError, match=r"was changed after it was built.*`corpus snapshot`"):
         fetch(str(corpus), tmp_path / "after", "posts")
     assert not [*(tmp_path / "after").glob("*")]
+
+
+@pytest.mark.parametrize("status", [0, 403, 500, 503])
+def test_changes_that_a_server_does_not_show_are_not_lost(status: int, tmp_path: Path) -> None:
+    towers, corpus = corpora.written(tmp_path)
+    _, changes, _ = load_changed(corpus, load_manifest(towers))
+    changes.record(changing.first(1, changes.mark))
+    changes.close()
+    with served(corpus, **failing("changes-", status)) as url:
+        ended = call("fetch", url, "--out", tmp_path / "out", "--link", "posts")
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert re.match(rf"{url}/changes-[0-9a-f]+.sqlite cannot be read: ", ended.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["example.json", "names.json"])
+@pytest.mark.parametrize("status", [0, 403, 503])
+def test_a_file_for_the_page_is_not_left_out_silently(status: int, file: str, tmp_path: Path) -> None:
+    with served(DEMO, **failing(file, status)) as url:
+        ended = call("fetch", url, "--out", tmp_path)
+    assert (ended.exit_code, f"{url}/{file} cannot be read: " in ended.stderr) == (1, True), ended.output
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_files_for_the_page_need_not_be_there(status: int, tmp_path: Path) -> None:
+    with served(DEMO, **failing("names.json", status)) as url:
+        path, _ = fetch(url, tmp_path, "current")
+    assert ((path / "example.json").exists(), (path / "names.json").exists()) == (True, False)
+
+
+def test_long_files_need_no_byte_ranges(tmp_path: Path) -> None:
+    config = mini_config(0, (30_000, 101, 53), continuous_actions=0)
+    write_checkpoint(tmp_path / "long", config, random_pieces(config, 0), Labels("long", STANDARD_ACTIONS))
+    assert max(path.stat().st_size for path in (tmp_path / "long").iterdir()) > 6_000_000
+    with served(tmp_path / "long") as url:
+        path, _ = fetch(url, tmp_path, "current")
+    assert tree(path) == tree(tmp_path / "long")
+
+
+def slowly(self: Any) -> None:
+    """Send a long file in pieces that take 1.5 seconds together."""
+    content = (Path(self.directory) / self.path[1:]).read_bytes()
+    self.send_response(200)
+    self.end_headers()
+    for at in range(0, len(content), size := 2**17):
+        self.wfile.write(content[at : at + size])
+        time.sleep(1.5 * size / len(content) if len(content) > 2**20 else 0)
+
+
+def test_a_long_file_may_take_longer_than_aiohttp_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it waits for five minutes in all, here for one second."""
+    monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=1))
+    fsspec.get_filesystem_class("http").clear_instance_cache()
+    with served(DEMO, do_GET=slowly) as url:
+        path, _ = fetch(url, tmp_path, "current")
+    assert load_manifest(path).digest == load_manifest(DEMO).digest
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "404 Not Found", "500 Internal Server Error"])
+def test_what_a_server_answers_is_the_reason(status: str, tmp_path: Path) -> None:
+    with served(DEMO, **failing("manifest", int(status[:3]))) as url:
+        ended = call("fetch", url, "--out", tmp_path)
+    assert (ended.exit_code, ended.stderr) == (1, f"{url}/manifest.json cannot be read: the server answers {status}.\n")
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("http://127.0.0.1:{closed}", "Connect call failed"),
+        ("http://nobody.invalid", "[Nn]ame"),
+        ("https://127.0.0.1:{plain}", "SSL"),
+    ],
+)
+def test_why_a_server_is_not_reached_is_the_reason(address: str, reason: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        closed = bound.getsockname()[1]
+    with served(DEMO) as url:
+        where = address.format(closed=closed, plain=url.rpartition(":")[2])
+        ended = call("fetch", where, "--out", tmp_path)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert re.match(rf"{where}/manifest.json cannot be read: .*{reason}", ended.stderr), ended.stderr
+
+
+def test_a_fetch_removes_what_killed_ones_left_of_other_versions(tmp_path: Path) -> None:
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+    child = os.fork()
+    if not child:
+        fetch(str(DEMO), out, "current", progress=lambda *_: os._exit(9))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    (left,) = os.listdir(out)
+    assert re.fullmatch(r"\.demo@.*\.partial", left)
+    fetch(str(source), out, "current")
+    assert sorted(os.listdir(out)) == ["current", "demo@v2"]
+
+
+def test_a_fetch_leaves_another_one_at_work(tmp_path: Path) -> None:
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+
+    def meanwhile(*_: object) -> None:
+        if not (out / "next").exists():
+            fetch(str(source), out, "next")
+
+    path, _ = fetch(str(DEMO), out, "current", progress=meanwhile)
+    assert sorted(os.listdir(out)) == sorted(["current", "next", "demo@v2", path.name])
+
+
+def test_a_copy_that_was_changed_is_told_by_what_it_holds(tmp_path: Path) -> None:
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+    path, _ = fetch(str(source), out, "current")
+    sign(path, lambda manifest: manifest.update(version="v3"))
+    ended = call("fetch", source, "--out", out)
+    assert (ended.exit_code, ended.stderr) == (
+        1,
+        f"{path} is not written: the directory of this name now holds demo@v3, because it was changed after it was fetched, such as by "
+        "`relabel`: rename it to demo@v3 or remove it, and fetch again.\n",
+    )
+    path.rename(out / "demo@v3")
+    assert call("fetch", source, "--out", out).exit_code == 0
+    assert load_manifest(out / "current").version == "v2"
+
+
+@pytest.mark.parametrize("by", ["link", "directory"])
+def test_relabel_refuses_a_directory_that_fetch_named(by: str, tmp_path: Path) -> None:
+    path, manifest = fetch(str(DEMO), tmp_path, "current")
+    place = path if by == "directory" else tmp_path / "current"
+    ended = call("relabel", place, "--version", "v2")
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert f"Checkpoint {place} is not written: " in ended.stderr
+    assert load_manifest(path).digest == manifest.digest
+    copy = shutil.copytree(place, tmp_path / "copy")
+    assert call("relabel", copy, "--version", "v2").exit_code == 0
+    assert fetch(str(copy), tmp_path, "current")[0].name == "demo@v2"

@@ -165,7 +165,8 @@ def relabel(
     score_weights: ScoreWeights = "",
 ) -> None:
     """Change the names or the score weights of a checkpoint in place. The model's weights stay; version and digest change. The corpora
-    of a retrieval checkpoint still fit it, unless an older version built them: those name the digest."""
+    of a retrieval checkpoint still fit it, unless an older version built them: those name the digest. A directory NAME@VERSION, as fetch
+    makes it, is refused: relabel a copy of it."""
     with refusals():
         changes: dict[str, Any] = {"version": version}
         if name:
@@ -174,6 +175,11 @@ def relabel(
             changes["action_names"] = read_names(actions)
             changes["score_weights"] = default_score_weights(changes["action_names"])
         before = checkpoint.load_manifest(directory)
+        if directory.resolve().name == f"{before.name}@{before.version}":
+            raise CheckpointError(
+                f"Checkpoint {directory} is not written: its directory is named {directory.resolve().name} for what it holds, as `fetch` "
+                "names it: relabel a copy that has another name, and fetch that."
+            )
         if actions and before.calibration:  # it belongs to the outputs
             renamed = dict(zip(before.action_names, changes["action_names"], strict=False))
             changes["calibration"] = {

@@ -109,7 +109,7 @@ def refused_writing(what: str) -> Iterator[None]:
 def written_beside(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new directory to fill. On success it becomes `path` in one step; on an error it is removed, and what killed processes
     left of theirs is removed now. Without `replace`, raises FileExistsError where another process has written `path` meanwhile."""
-    _remove_unfinished(path)
+    remove_unfinished(path.parent, glob.escape(path.name))
     with _locked_beside(path) as partial:
         try:
             yield partial
@@ -137,10 +137,11 @@ def _locked_beside(path: Path) -> Iterator[Path]:
             return
 
 
-def _remove_unfinished(path: Path) -> None:
-    """Remove what nobody fills any more, and end what a kill interrupted: a process holds a lock on its own as long as it lives."""
-    ours = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"
-    for unfinished in (file for kind in ("fresh", "partial", "old") for file in path.parent.glob(f"{ours}.{kind}")):
+def remove_unfinished(directory: Path, names: str) -> None:
+    """Remove what nobody fills any more, and end what a kill interrupted: a process holds a lock on its own as long as it lives. `names`
+    is a glob pattern of what was to be written in the directory."""
+    ours = f".{names}.{'[0-9a-f]' * 8}"
+    for unfinished in (file for kind in ("fresh", "partial", "old") for file in directory.glob(f"{ours}.{kind}")):
         with suppress(OSError):
             held = os.open(unfinished, os.O_RDONLY)
             try:
@@ -150,7 +151,7 @@ def _remove_unfinished(path: Path) -> None:
                 elif unfinished.suffix == ".partial":
                     shutil.rmtree(unfinished)
                 else:
-                    _retire(unfinished, path)
+                    _retire(unfinished, directory / unfinished.with_suffix("").stem[1:])
             finally:
                 os.close(held)
 
@@ -211,7 +212,7 @@ def write_all(directory: Path, writes: Mapping[str, Callable[[Path], object]]) -
     theirs is removed. Raises OSError, which names the file.
     """
     first = directory / next(iter(writes))
-    _remove_unfinished(first)
+    remove_unfinished(first.parent, glob.escape(first.name))
     with _locked_beside(first) as partial:
         try:
             for name, write in writes.items():
