@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -345,3 +347,12 @@ def test_digits_that_are_no_day_are_seconds(until: str, day: str, world: World, 
     code, said = run("log", tmp_path / "log.parquet", "--until", until)
     assert code == 0, said
     assert f"split given: {day} " in said
+
+
+def test_a_reader_that_has_enough_ends_a_command_silently(desk: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # as `head` does
+    program = [sys.executable, "-m", "weights", "log", str(desk / "log.parquet")]
+    ended = subprocess.run(program, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=90)
+    os.close(writes)
+    assert (ended.returncode, "Errno" in ended.stderr, "Traceback" in ended.stderr) == (1, False, False), ended.stderr
