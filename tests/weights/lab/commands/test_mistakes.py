@@ -356,3 +356,15 @@ def test_a_reader_that_has_enough_ends_a_command_silently(desk: Path) -> None:
     ended = subprocess.run(program, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=90)
     os.close(writes)
     assert (ended.returncode, "Errno" in ended.stderr, "Traceback" in ended.stderr) == (1, False, False), ended.stderr
+
+
+@pytest.mark.parametrize(("first", "per_second", "warned"), [("2026", 1e-3, True), ("1997-09-20", 1, False)])
+def test_times_that_were_divided_by_too_much_are_warned_of(
+    first: str, per_second: float, warned: bool, world: World, tmp_path: Path
+) -> None:
+    """Seconds that were divided by 1,000 once more lie in 1970. MovieLens is of 1997."""
+    moved = 0 if first == "2026" else int(np.datetime64(first, "s").astype(int) - world.log.impression_ts[0])
+    times = ((world.log.impression_ts + moved) * per_second).astype(np.int64)
+    write_log(tmp_path / "log.parquet", replace(world.log, impression_ts=times))
+    code, said = run("log", tmp_path / "log.parquet")
+    assert (code, "WARNING: every impression_ts lies before 1990 (1970-01-21" in said) == (0, warned), said
