@@ -203,6 +203,13 @@ def test_the_operators_page_lists_every_series() -> None:
     assert {name for name in families if name not in page} == set()
 
 
+def test_the_operators_page_has_a_row_for_each_setting() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    table = page.partition("| `RANKER_…` | default | what |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `([A-Z0-9_]+)` \|", table, re.M)
+    assert sorted(f"RANKER_{name}" for name in rows) == sorted({*names()} - {CONFIG})
+
+
 def test_the_operators_page_lists_every_event_and_no_other() -> None:
     page = (ROOT / "docs/operations.md").read_text()
     rows = page.partition("| event | what it means |")[2].partition("## Capacity")[0]

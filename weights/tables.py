@@ -135,7 +135,9 @@ def rows_of_lists(table: pa.Table, name: str, where: Where, levels: int = 0) -> 
         pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)
     )
     if not is_list and not pa.types.is_null(column.type):
-        raise TableError(f"{_at(where)}: column {name} holds {column.type}, not lists of integers")
+        raise TableError(
+            f"{_at(where)}: column {name} holds {column.type}, not lists of integers, which Parquet and JSON lines can hold and CSV cannot"
+        )
     try:
         lists = column.cast(pa.list_(pa.int64()))
     except pa.ArrowException as error:

@@ -167,6 +167,8 @@ def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
             flush=True,
         )
         raise typer.Exit(1) from error
+    except BrokenPipeError:
+        raise  # whoever read standard output has gone, as `head` has: typer ends the command without a word
     except refused as error:
         print(_sentence(error), file=sys.stderr, flush=True)
         raise typer.Exit(1) from error

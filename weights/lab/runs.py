@@ -86,6 +86,15 @@ def keep_best(task: Task, plan: Plan, seeds: int = 1, search: int = 1, say: Say 
     """
     settings = _settings_of_runs(plan, seeds, search)
     is_search = search > 1
+    is_decided = is_search or task.start is not None or "counts_share" in plan.overrides
+    may_train_again = (
+        not is_decided and len(task.log) <= COUNTED_IMPRESSIONS and plan.settings.counts_share < SECOND_COUNTS_SHARE
+    )
+    if may_train_again:
+        say(
+            f"It may train a second time, with {SECOND_COUNTS_SHARE:.0%} of each label from counts, if counts are ahead on its own "
+            "validation. The time that is announced is that of one run."
+        )
     runs = []
     for directory, settings_of_run in settings.items():
         runs.append(task.train(settings_of_run, directory if len(settings) > 1 else ""))
@@ -95,8 +104,6 @@ def keep_best(task: Task, plan: Plan, seeds: int = 1, search: int = 1, say: Say 
     best = min(runs, key=lambda run: run.status.best)
     if len(settings) > 1:
         say(_why_kept(runs, best, is_search=is_search))
-    is_decided = is_search or task.start is not None or "counts_share" in plan.overrides
-    may_train_again = not is_decided and len(task.log) <= COUNTED_IMPRESSIONS
     kept = kept_of_two(task, best, say) if may_train_again else KeptRun(best, task.judge(best), {})
     record = kept.record | {"settings": asdict(kept.run.settings), "run": kept.run.record()}
     if is_search:
@@ -110,7 +117,7 @@ def kept_of_two(task: Task, first: TrainedRun, say: Say = lambda line: None) -> 
     There is a second one if the first ranker is behind counts on its own validation. The better validation loss is kept.
     """
     judged = task.judge(first)
-    if first.settings.counts_share >= SECOND_COUNTS_SHARE or not judged.is_behind(COUNTS):
+    if not judged.is_behind(COUNTS):
         return KeptRun(first, judged, {})
     say(f"Counts are ahead on its own validation: once more, with {SECOND_COUNTS_SHARE:.0%} of each label from counts.")
     second = task.train(replace(first.settings, counts_share=SECOND_COUNTS_SHARE), SECOND)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from tests.weights.lab.training.small_run import small_config  # noqa: E402
 from weights.lab.joining.counts import JoinCounts, NothingJoins  # noqa: E402
 from weights.lab.joining.join import JoinSettings, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
-from weights.lab.training.log import Log, read_log  # noqa: E402
+from weights.lab.training.log import Log, read_log, time_words  # noqa: E402
 from weights.lab.training.log_facts import facts  # noqa: E402
 from weights.served import read_part  # noqa: E402
 from weights.tables import TableError  # noqa: E402
@@ -115,6 +116,9 @@ def test_a_post_seen_too_late_for_its_window_trains_nothing(served: Path) -> Non
     assert (counts.candidates_seen_late, counts.events_of_candidates_seen_late) == (3, 4)
     assert (counts.joined_rankings, counts.rankings_seen_late, counts.rankings_never_shown) == (1, 1, RANKINGS - 2)
     assert "3 posts were seen so late that their window is not over: left out" in counts.lines()
+    until = f"their window is not over: events count as whole up to {time_words(T0 + 3612)}, which --until decides"
+    with pytest.raises(NothingJoins, match=re.escape(until)):
+        joined(served, events, "open", window_seconds=3611, until_ts=T0 + 3612)
     log, _ = joined(served, events, "later", window_seconds=3600, until_ts=T0 + 6600)
     assert log.post_id.tolist() == [101, 102, 103, 201]
     assert taken(log, "favorite") == [101, 102]

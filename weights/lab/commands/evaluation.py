@@ -24,7 +24,7 @@ from weights.lab.commands.options import (
     naming,
     read_with_bar,
     since_of,
-    time_of,
+    since_of_both,
 )
 
 
@@ -166,7 +166,12 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Another one, for example the one that might serve next.")],
     log: LogFile,
     out: Annotated[Path, out_option("Directory for report.md and figures.json.")],
-    since: Annotated[str, typer.Option(help="Only requests from then on: a day or Unix seconds.")] = "",
+    since: Annotated[
+        str,
+        typer.Option(
+            help="Only requests from then on: a day or Unix seconds. Default: where the later of their trainings ended."
+        ),
+    ] = "",
     requests: Annotated[int, typer.Option(min=1, help="At most this many requests, drawn with --seed.")] = 2000,
     seed: Seed = 1,
     explorer: Annotated[str, typer.Option(help="URL of a server's page, for links.")] = "http://127.0.0.1:8000/explore",
@@ -184,7 +189,8 @@ def compare(
         surfaces = min(loaded.manifest.config.product_surfaces for loaded in pair)
         impressions = read_with_bar(log, pair[0].manifest.ids, surfaces, cache)
         logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
+        since_ts = since_of_both(since, (pair[0].manifest, pair[1].manifest), impressions)
         with progress_bar() as bar:
-            comparison = compared(pair, logs, time_of(since) if since else 0, requests, seed, bar)
+            comparison = compared(pair, logs, since_ts, requests, seed, bar)
         figures = write_comparison(out, (pair[0].manifest, pair[1].manifest), comparison, explorer)
     say(json.dumps({name: value for name, value in figures.items() if name not in ("actions", "changed")}))

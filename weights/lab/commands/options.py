@@ -148,6 +148,25 @@ def since_of(since: str, manifest: Manifest, log: Log) -> int:
     return until
 
 
+def since_of_both(since: str, pair: tuple[Manifest, Manifest], log: Log) -> int:
+    """The time from which on two checkpoints are compared on a log: `since_of` the one that was trained until later.
+
+    Without `--since`, warns on standard error of one that does not say until when it was trained. Raises CheckpointError.
+    """
+    known = [manifest for manifest in pair if manifest.trained_until_ts is not None]
+    for manifest in pair:
+        if not since and manifest not in known:
+            unknown = f"{manifest.name} does not say until when it was trained"
+            print(
+                f"Warning: {unknown}: it may have learned from what is measured here. Give --since if it did.",
+                file=sys.stderr,
+                flush=True,
+            )
+    if not since and not known:
+        return 0
+    return since_of(since, max(known or pair, key=lambda manifest: manifest.trained_until_ts or 0), log)
+
+
 def kept_share(kept: float | None) -> float:
     """Raises CheckpointError for what is no share."""
     if kept is None:

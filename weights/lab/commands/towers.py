@@ -69,8 +69,6 @@ def train_towers(
 ) -> None:
     """Train the two towers of retrieval from a log: a user's liked posts against those that others liked or passed over."""
     with refusals(*REFUSED), naming(log):
-        from dataclasses import replace
-
         from weights.actions import score_weights_of
         from weights.lab.training.choices import plan as plan_of
         from weights.lab.training.settings import demo_config
@@ -85,7 +83,7 @@ def train_towers(
         plan = plan_of(impressions, seed, time_of(until) if until and hold_out else None, hold_out)
         if score_weights:
             weights = score_weights_of(score_weights, impressions.action_names)
-            plan = replace(plan, score_weights=weights)
+            plan = plan.scored_by(weights, "--score-weights")
         if not any(weight > 0 for weight in plan.score_weights.values()):
             example = f"{impressions.action_names[0]}=1"
             raise CheckpointError(

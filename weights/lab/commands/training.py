@@ -193,10 +193,12 @@ def train(
         plan = _plan(impressions, seed, chosen, start_until_ts)
         architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
         outputs, dwell = _outputs(architecture, begun)
-        _say_plan(plan, impressions, architecture)
         of_start = begun.manifest.score_weights if begun else {}
-        default_weights = of_start if any(of_start.values()) else plan.score_weights
-        weights = _score_weights(score_weights, impressions, default_weights)
+        chosen_weights = score_weights_of(score_weights, impressions.action_names) if score_weights else of_start
+        if score_weights or any(chosen_weights.values()):
+            plan = plan.scored_by(chosen_weights, "--score-weights" if score_weights else "those of --start")
+        _say_plan(plan, impressions, architecture)
+        weights = _checked_score_weights(plan.score_weights, impressions)
         if begun and begun.manifest.calibration:
             say(
                 f"The calibration of {start} is left out, for it is not that of the new weights: `calibrate` makes another."
@@ -306,9 +308,8 @@ def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Seque
     return outputs, dwell_output(outputs)
 
 
-def _score_weights(given: str, log: Log, default: dict[str, float]) -> dict[str, float]:
-    """The weights of `--score-weights`, or the default. Raises CheckpointError if all are 0."""
-    weights = score_weights_of(given, log.action_names) if given else default
+def _checked_score_weights(weights: dict[str, float], log: Log) -> dict[str, float]:
+    """These weights. Raises CheckpointError if all are 0."""
     if not any(weights.values()):
         example = f"{log.action_names[0]}=1"
         raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weights.lab.training.log import time_words
 from weights.tables import TableError
 
 
@@ -68,11 +69,14 @@ class JoinCounts:
 
     def lines(self) -> list[str]:
         """The counts for people: only those that are not 0. Nothing of the events where they were not read."""
+        still_open = (
+            f"their window is not over: events count as whole up to {time_words(self.until_ts)}, which --until decides"
+        )
         lines = [
             f"{self.parts:,} parts, {self.rankings:,} rankings: {self.joined_rankings:,} joined",
             *_told(
                 {
-                    "their window is not over": self.open_rankings,
+                    still_open: self.open_rankings,
                     "of an earlier night": self.earlier_rankings,
                     "served in the future by the clock of this machine": self.future_rankings,
                     "of another model": self.other_model_rankings,

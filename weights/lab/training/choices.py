@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,13 @@ class Plan:
             *(f"{choice.seen:<{width}}  → {choice.decided}" for choice in self.choices),
             *([f"given: {pairs}"] if pairs else []),
         ]
+
+    def scored_by(self, weights: Mapping[str, float], source: str) -> Plan:
+        """The plan with these score weights in place of the proposed ones. `source`: where they are from, in words."""
+        words = ", ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight)
+        *others, proposed = self.choices
+        scored = replace(proposed, decided=f"score: {words} ({source})")
+        return replace(self, choices=(*others, scored), score_weights=dict(weights))
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON values, for the manifest."""

@@ -15,6 +15,9 @@ LENGTH_RATIO, AGE_RATIO = 1.25, 2.0
 """Served and reconstructed histories differ if their mean lengths, or the median ages of their newest events, do so by more than this."""
 AGE_SECONDS = 60.0
 """Ages below this count as this: a difference of seconds is none."""
+EARLIEST_TS = 631_152_000
+"""The beginning of 1990, Unix seconds. A log that ends before it has times of another unit: seconds that were divided by 1,000 once more
+lie in the first weeks of 1970."""
 MOST_COMPARED = 20_000
 """How many requests served and reconstructed histories are compared on."""
 
@@ -44,7 +47,7 @@ def facts(log: Log, history_length: int) -> list[str]:
         lines.append(
             f"  contexts: as served for {is_served.sum():,} requests, reconstructed from the log's rows for {(~is_served).sum():,}"
         )
-    return lines + _warnings(histories)
+    return [*lines, *_early(log), *_warnings(histories)]
 
 
 def _actions(log: Log) -> list[str]:
@@ -56,6 +59,16 @@ def _actions(log: Log) -> list[str]:
         gap = f", unknown of {never_told:,}" if never_told else ""
         lines.append(f"{name}: taken {yes:,}, not taken {len(log) - yes - never_told:,}{gap}")
     return lines
+
+
+def _early(log: Log) -> list[str]:
+    """A warning of times that cannot be those of impressions, if that is what they are."""
+    if log.impression_ts[-1] >= EARLIEST_TS:
+        return []
+    return [
+        f"WARNING: every impression_ts lies before 1990 ({log.span}). It must be Unix seconds: was it divided by too much? "
+        "pandas may hold microseconds or nanoseconds"
+    ]
 
 
 def _warnings(histories: Histories) -> list[str]:

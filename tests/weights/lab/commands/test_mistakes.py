@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -345,3 +347,24 @@ def test_digits_that_are_no_day_are_seconds(until: str, day: str, world: World, 
     code, said = run("log", tmp_path / "log.parquet", "--until", until)
     assert code == 0, said
     assert f"split given: {day} " in said
+
+
+def test_a_reader_that_has_enough_ends_a_command_silently(desk: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # as `head` does
+    program = [sys.executable, "-m", "weights", "log", str(desk / "log.parquet")]
+    ended = subprocess.run(program, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=90)
+    os.close(writes)
+    assert (ended.returncode, "Errno" in ended.stderr, "Traceback" in ended.stderr) == (1, False, False), ended.stderr
+
+
+@pytest.mark.parametrize(("first", "per_second", "warned"), [("2026", 1e-3, True), ("1997-09-20", 1, False)])
+def test_times_that_were_divided_by_too_much_are_warned_of(
+    first: str, per_second: float, warned: bool, world: World, tmp_path: Path
+) -> None:
+    """Seconds that were divided by 1,000 once more lie in 1970. MovieLens is of 1997."""
+    moved = 0 if first == "2026" else int(np.datetime64(first, "s").astype(int) - world.log.impression_ts[0])
+    times = ((world.log.impression_ts + moved) * per_second).astype(np.int64)
+    write_log(tmp_path / "log.parquet", replace(world.log, impression_ts=times))
+    code, said = run("log", tmp_path / "log.parquet")
+    assert (code, "WARNING: every impression_ts lies before 1990 (1970-01-21" in said) == (0, warned), said

@@ -104,6 +104,7 @@ def test_a_run_leaves_its_curve_and_the_report_draws_it(log: Path, trained: tupl
 
 
 def test_train_says_how_it_compares_on_its_own_validation(trained: tuple[Path, str]) -> None:
+    assert "a second time" not in trained[1], "the share of counts was given"
     line = next(line for line in trained[1].splitlines() if line.startswith("On its own validation, "))
     assert all(f"{name} 0." in line for name in ("model", "popularity", "newest first", "counts"))
 
@@ -115,6 +116,7 @@ def test_a_ranker_behind_counts_is_trained_once_more(log: Path, tmp_path: Path) 
     assert made.exit_code == 0, made.output
     again = "Counts are ahead on its own validation: once more, with 90% of each label from counts."
     assert again in made.stdout, "it has hardly been trained"
+    assert "It may train a second time, " in made.stdout.partition("Seed 1: ")[0]
     said = next(line for line in made.stdout.splitlines() if "has the better validation loss and is kept" in line)
     training = json.loads(call("inspect", tmp_path / "ranker", "--json").stdout)["training"]
     losses = {name: training[f"{name}_run"]["best_validation_loss"] for name in ("first", "second")}
@@ -280,6 +282,7 @@ def test_a_checkpoint_that_goes_on_keeps_its_score(log: Path, trained: tuple[Pat
     made = call("train", "--log", log, "--start", start, "--until", "all", "--out", tmp_path / "on", *few)
     assert made.exit_code == 0, made.output
     assert load_manifest(tmp_path / "on").score_weights == manifest.score_weights
+    assert re.search(r"→ score: (2 reply, -3 report|-3 report, 2 reply) \(those of --start\)\n", made.stdout)
     assert "The calibration of" in made.stdout
     assert "is left out" in made.stdout
 
@@ -338,6 +341,8 @@ def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path
     assert call("train", *options, "--score-weights", "zapped=0").exit_code == 1
     given = call("train", *options, "--score-weights", "zoomed=2,zapped=-0.5")
     assert given.exit_code == 0, given.output
+    assert "→ score: 2 zoomed, -0.5 zapped (--score-weights)\n" in given.stdout
+    assert "undecided" not in given.stdout
     assert load_checkpoint(tmp_path / "out").manifest.score_weights == {"zoomed": 2.0, "zapped": -0.5}
 
 

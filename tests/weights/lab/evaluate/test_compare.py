@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 pytest.importorskip("pyarrow")
 
 from model.synthetic import random_ranker
 from tests.weights.call import run
-from tests.weights.lab.training.small_run import small_config
+from tests.weights.lab.training.small_run import WORLD, small_config
 from weights.actions import continuous_outputs
-from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
+from weights.format.writer import replace_manifest
 from weights.lab.evaluate.compare import Comparison, compare
 from weights.lab.training.log import write_log
 from weights.lab.world.simulate import World
@@ -78,7 +81,7 @@ def test_the_command_writes_the_page_and_refuses_in_a_sentence(directory: Path, 
 
     code, out = call("--out", tmp_path / "out", "--requests", 30)
     assert code == 0
-    said, stored = json.loads(out), json.loads((tmp_path / "out/figures.json").read_text())
+    said, stored = json.loads(out.splitlines()[0]), json.loads((tmp_path / "out/figures.json").read_text())
     assert said["kendall"] == stored["kendall"]
     assert [each["name"] for each in stored["checkpoints"]] == ["one", "worse"]
     page = (tmp_path / "out/report.md").read_text()
@@ -89,3 +92,47 @@ def test_the_command_writes_the_page_and_refuses_in_a_sentence(directory: Path, 
     for since in ("2030-01-01", 1_893_456_000):
         code, out = call("--out", tmp_path / "none", "--since", since)
         assert (code, "no requests" in out) == (1, True)
+
+
+def trained_until(directory: Path, name: str, until_ts: int | None, out: Path) -> Path:
+    """A copy of a checkpoint whose manifest says until when it was trained."""
+    copy = shutil.copytree(directory / name, out / name)
+    training = {} if until_ts is None else {"until_ts": until_ts}
+    replace_manifest(copy, structs.replace(load_manifest(copy), training=training, version="").versioned())
+    return copy
+
+
+@pytest.mark.parametrize("later", ["one", "worse"])
+def test_requests_that_one_was_trained_on_do_not_count(
+    later: str, directory: Path, world: World, tmp_path: Path
+) -> None:
+    times = world.log.impression_ts
+    ends = {"one": int(times[len(times) // 2]), "worse": int(times[len(times) // 2])} | {later: WORLD.test_ts}
+    pair = [trained_until(directory, name, until_ts, tmp_path) for name, until_ts in ends.items()]
+    words = ("compare", *pair, "--log", directory / "log.parquet", "--out", tmp_path / "out", "--requests", 1_000_000)
+    code, out = run(*words)
+    assert (code, "Warning" in out) == (0, False), out
+    unseen = len(np.unique(world.log.request_id[times >= WORLD.test_ts]))
+    assert json.loads(out)["requests"] == unseen < world.log.requests
+    code, out = run(*words, "--since", ends["one" if later == "worse" else "worse"])
+    assert (code, out.count(f"{later} was trained until"), out.count("it may have learned")) == (0, 1, 1), out
+
+
+def test_a_log_that_one_was_trained_on_is_refused(directory: Path, world: World, tmp_path: Path) -> None:
+    ends = {"one": WORLD.test_ts, "worse": int(world.log.impression_ts[-1]) + 1}
+    pair = [trained_until(directory, name, until_ts, tmp_path) for name, until_ts in ends.items()]
+    code, out = run("compare", *pair, "--log", directory / "log.parquet", "--out", tmp_path / "out")
+    assert (code, "give a newer log" in out) == (1, True), out
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_that_does_not_say_when_it_was_trained_is_named(directory: Path, world: World, tmp_path: Path) -> None:
+    pair = [
+        trained_until(directory, name, until_ts, tmp_path)
+        for name, until_ts in (("one", None), ("worse", WORLD.test_ts))
+    ]
+    words = ("compare", *pair, "--log", directory / "log.parquet", "--out", tmp_path / "out", "--requests", 10)
+    code, out = run(*words)
+    assert (code, out.count("one does not say until when it was trained")) == (0, 1), out
+    code, out = run(*words, "--since", WORLD.test_ts)
+    assert (code, "Warning" in out) == (0, False), out

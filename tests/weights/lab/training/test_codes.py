@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("pyarrow")
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 
 from model.ranker import Ranker, code_embeddings
@@ -162,6 +163,14 @@ def test_codes_that_nothing_reads_are_refused(reason: str, is_cached: bool, worl
     with pytest.raises(TableError, match=reason) as refusal:
         read_log(path, cache=tmp_path / "cache" if is_cached else None)
     assert str(path) in str(refusal.value)
+
+
+def test_codes_in_csv_are_refused_with_what_can_hold_them(world: World, tmp_path: Path) -> None:
+    write_log(tmp_path / "log.parquet", world.log.take(np.arange(3)))
+    table = pq.read_table(tmp_path / "log.parquet").append_column("codes", pa.array(["[1, 2]", "[3]", "[4]"]))
+    pyarrow.csv.write_csv(table, tmp_path / "log.csv")
+    with pytest.raises(TableError, match="codes holds string, not lists of integers, which Parquet and JSON lines can"):
+        read_log(tmp_path / "log.csv")
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
