@@ -54,8 +54,10 @@ from weights.lab.loop.state import (
     Outcome,
     State,
     Version,
+    forget_turn,
     leads_to,
     name_of,
+    problem_of_link,
     settle,
     switch,
     with_present_version,
@@ -135,13 +137,16 @@ def refresh(
     """
     _check_link(paths.link)
     with alone_in(paths.root):
-        state, finished = settle(paths.root, paths.link, settings.keep)
+        state, finished, was_pending = settle(paths.root, paths.link, settings.keep)
         if finished:
             _clean(paths, settings, state)
             say(f"Turn {name_of(finished.turn)} was interrupted after its decision, and is finished now.")
             return _result(paths.root, finished)
+        if was_pending:
+            say(
+                f"{paths.link} names version {state.versions[-1].version} now: a run was interrupted when it switched it."
+            )
         _check_through(paths.root, state)
-        state = with_present_version(paths.link, state)
         turn = _Turn(paths, settings, state, load_checkpoint(paths.link), say, progress)
         try:
             outcome = turn.take()
@@ -151,6 +156,10 @@ def refresh(
         if isinstance(outcome, str):
             turn.forget()
             return Result("nothing new", outcome)
+        if problem := problem_of_link(paths.link, outcome.serving):
+            turn.forget()
+            raise CheckpointError(problem)
+        state = with_present_version(paths.link, state)
         write_json(turn.directory / OUTCOME_NAME, outcome)
         say("Decided.")
         state = state.after(outcome, settings.keep)
@@ -171,18 +180,22 @@ def back(paths: Paths, keep: int) -> Result:
     if not (paths.root / STATE_NAME).exists():
         raise CheckpointError(f"{paths.root} holds no turns, so there is no version to go back to.")
     with alone_in(paths.root):
-        state, _ = settle(paths.root, paths.link, keep)
+        state, _, _ = settle(paths.root, paths.link, keep)
         versions = state.versions
         is_ours = bool(versions) and leads_to(paths.link, versions[-1].target)
         earlier = versions[:-1] if is_ours else versions
         if not earlier:
             raise CheckpointError(f"{paths.root} knows no version before the present one.")
-        if not (paths.link.parent / earlier[-1].target).is_dir():
+        target = paths.link.parent / earlier[-1].target
+        if not target.is_dir():
             raise CheckpointError(f"The version before, {earlier[-1].target}, is not there any more.")
-        state = msgspec.structs.replace(state, versions=earlier, pending=earlier[-1].target)
+        version = load_manifest(target).version  # which may have been changed in place
+        state = msgspec.structs.replace(
+            state, versions=earlier, pending=earlier[-1].target, serving=load_manifest(paths.link).digest
+        )
         write_json(paths.root / STATE_NAME, state)
         switch(paths.root, paths.link, state)
-    return Result("back", f"{paths.link} names version {earlier[-1].version} again")
+    return Result("back", f"{paths.link} names version {version} again")
 
 
 def _check_link(link: Path) -> None:
@@ -308,8 +321,7 @@ class _Turn:
 
     def forget(self) -> None:
         """Remove what the turn has made."""
-        for made in (self.directory, self.log, self.checkpoint):
-            shutil.rmtree(made, ignore_errors=True)
+        forget_turn(self.paths.root, self.name)
 
     def _joined(self) -> JoinCounts:
         """The counts of the night's join, which may be one of an interrupted turn. Raises NothingJoins."""
@@ -463,7 +475,8 @@ class _Turn:
             sentence = f"Turn {self.name} is refused: {', '.join(failed)}. Version {serving} goes on serving"
         for check in checks:
             self.say(f"  {check.name:<9} {'passed' if check.passed else 'FAILED'}: {check.sentence}")
-        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish, done)
+        digest = self.serving.manifest.digest
+        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish, done, digest)
         write_turn(
             self.directory,
             outcome,

@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +29,11 @@ from tests.weights.call import run
 from tests.weights.lab.joining_rows import T0, event, ranking, write_events, write_part
 from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
 from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.errors import CheckpointError
 from weights.fetch import point
-from weights.lab.loop.turn import CONTINUED
+from weights.lab.joining.join import JoinSettings
+from weights.lab.loop.gate import GateSettings
+from weights.lab.loop.turn import CONTINUED, Paths, TurnSettings, refresh
 from weights.lab.training.log import read_log
 from weights.served import ServedRanking, read_part
 
@@ -227,6 +231,125 @@ def test_a_link_that_somebody_else_has_set_is_gone_back_to(loop: Loop, tmp_path:
     point(loop.link, str(loop.nights.checkpoint))
     assert loop.back()[0] == 0
     assert loop.version() == published
+
+
+def relabelled(loop: Loop) -> str:
+    """A checkpoint like the first one with another name and version, beside the link; what the link is to name."""
+    shutil.copytree(loop.nights.checkpoint, loop.root / "mended")
+    assert run("relabel", loop.root / "mended", "--name", "mended", "--score-weights", "favorite=2")[0] == 0
+    return "mended"
+
+
+def test_a_link_that_is_set_during_a_turn_stays(loop: Loop) -> None:
+    """The new model was not judged against what somebody has set."""
+    mended = relabelled(loop)
+    loop.night(0)
+
+    def set_link(line: str) -> None:
+        if line == "Judging.":
+            point(loop.link, mended)
+
+    paths = Paths(loop.root / "served", str(loop.root / "events"), loop.link, loop.turns)
+    until_ts = loop.nights.start_ts(1) + 3600
+    settings = TurnSettings(
+        JoinSettings(window_seconds=3600, until_ts=until_ts),
+        GateSettings(min_rankings=100, min_lead=-1.0, max_entropy_loss=9.0, max_calibration_loss=9.0),
+        training={"batch_contexts": 16, "epochs": 0.2},
+    )
+    served = load_checkpoint(loop.link).manifest.digest
+    with pytest.raises(CheckpointError) as refused:
+        refresh(paths, settings, set_link)
+    manifest = load_checkpoint(loop.link).manifest
+    for words in (f"names mended {manifest.version}", manifest.digest[:12], served[:12], "run refresh again"):
+        assert words in str(refused.value)
+    assert os.readlink(loop.link) == mended
+    assert loop.names("turns") == loop.names("log") == loop.names("checkpoints") == []
+    result = refresh(paths, settings)
+    assert result.decision == "published", result
+    assert load_checkpoint(loop.link).manifest.name == "mended"
+    assert loop.back()[0] == 0
+    assert os.readlink(loop.link) == mended
+
+
+def as_if_killed_before_the_switch(loop: Loop, target: str) -> str:
+    """The state as it is when it says what the link is to name, which does not name it yet but `target`; the version that is pending."""
+    pending = loop.version()
+    state = json.loads((loop.turns / "state.json").read_text())
+    state |= {"pending": os.readlink(loop.link), "serving": load_checkpoint(loop.nights.checkpoint).manifest.digest}
+    (loop.turns / "state.json").write_text(json.dumps(state))
+    point(loop.link, target)
+    return pending
+
+
+def test_a_link_that_is_set_after_a_killed_turn_stays(loop: Loop) -> None:
+    mended = relabelled(loop)
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    as_if_killed_before_the_switch(loop, mended)
+    code, said = loop.refresh()
+    assert (code, said.count("\n"), "names mended" in said) == (1, 1, True), said
+    assert os.readlink(loop.link) == mended
+    code, said = loop.refresh()
+    assert (code, "Nothing new" in said, os.readlink(loop.link)) == (0, True, mended), said
+
+
+def test_a_link_that_is_set_after_a_decision_stays(loop: Loop) -> None:
+    """As if the turn was killed between the decision and the state."""
+    mended = relabelled(loop)
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    point(loop.link, mended)
+    (loop.turns / "state.json").unlink()
+    code, said = loop.refresh()
+    assert (code, said.count("\n"), "names mended" in said) == (1, 1, True), said
+    assert os.readlink(loop.link) == mended
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, "Joining." in said, os.readlink(loop.link)) == (3, True, mended), said
+
+
+def test_an_outcome_of_an_earlier_version_is_carried_out(loop: Loop) -> None:
+    """It does not say which checkpoint was judged against."""
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    published = loop.version()
+    path = loop.turns / "turns/00001/outcome.json"
+    outcome = json.loads(path.read_text())
+    del outcome["serving"]
+    path.write_text(json.dumps(outcome))
+    point(loop.link, str(loop.nights.checkpoint))
+    (loop.turns / "state.json").unlink()
+    assert loop.refresh()[0] == 0
+    assert loop.version() == published
+
+
+def test_a_switch_that_was_interrupted_is_made_and_told(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    unfinished = loop.root / ".current.0123abcd"
+    unfinished.symlink_to(os.readlink(loop.link))
+    other = loop.root / ".current.4567abcd"
+    other.symlink_to("of-somebody-else")
+    pending = as_if_killed_before_the_switch(loop, str(loop.nights.checkpoint))
+    code, said = loop.refresh()
+    told = f"{loop.link} names version {pending} now: a run was interrupted when it switched it."
+    assert (code, told in said, "Nothing new" in said) == (0, True, True), said
+    assert loop.version() == pending
+    assert (unfinished.is_symlink(), other.is_symlink()) == (False, True)
+
+
+def test_back_names_a_version_that_was_changed_in_place(loop: Loop) -> None:
+    point(loop.link, relabelled(loop))
+    for day in (0, 1):
+        loop.night(day)
+        assert loop.refresh("--bound", "min_activity=0", "--bound", "min_lead=-1", "--bound", "min_order=0")[0] == 0
+    assert loop.back()[0] == 0
+    assert run("relabel", loop.link.resolve(), "--name", "small", "--score-weights", "favorite=3")[0] == 0
+    loop.night(2)
+    assert loop.refresh("--bound", "min_activity=0", "--bound", "min_lead=-1", "--bound", "min_order=0")[0] == 0
+    code, said = loop.back()
+    assert (code, f"names version {loop.version()} again" in said) == (0, True), said
+    state = json.loads((loop.turns / "state.json").read_text())
+    assert state["versions"][-1]["version"] == loop.version()
 
 
 def killed_at(command: Sequence[str], line: str) -> tuple[int | None, str]:
