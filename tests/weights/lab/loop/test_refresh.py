@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -31,6 +34,7 @@ from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.errors import CheckpointError
 from weights.fetch import point
+from weights.format.writer import alone_in
 from weights.lab.joining.join import JoinSettings
 from weights.lab.loop.gate import GateSettings
 from weights.lab.loop.turn import CONTINUED, Paths, TurnSettings, refresh
@@ -413,6 +417,82 @@ def test_a_decision_that_was_not_carried_out_is_carried_out(loop: Loop) -> None:
     assert loop.version() == published
     assert loop.back()[0] == 0
     assert os.readlink(loop.link) == first
+
+
+def rows_of_user(loop: Loop, user: int) -> dict[str, int]:
+    """How many impressions of a user each joined night holds."""
+    return {
+        name: int((pq.read_table(loop.turns / "log" / name / "impressions")["user_id"].to_numpy() == user).sum())
+        for name in loop.names("log")
+    }
+
+
+def busiest_in(impressions: pa.Table) -> int:
+    users, counts = np.unique(impressions["user_id"].to_numpy(), return_counts=True)
+    return int(users[counts.argmax()])
+
+
+def forget(loop: Loop, user: int) -> tuple[int, str]:
+    return run("served", "forget", loop.root / "served", "--user", str(user), "--loop", loop.turns)
+
+
+def test_a_user_is_removed_from_the_joined_nights(loop: Loop) -> None:
+    for day in (0, 1):
+        loop.night(day)
+        assert loop.refresh("--bound", "min_lead=-1")[0] == 0
+    impressions = [pq.read_table(loop.turns / f"log/0000{night}/impressions") for night in (1, 2)]
+    contexts = [pq.read_table(loop.turns / f"log/0000{night}/contexts") for night in (1, 2)]
+    user = busiest_in(pa.concat_tables(impressions))
+    others = [table.filter(pc.field("user_id") != user) for table in impressions]
+    theirs = [
+        table.filter(pc.is_in(table["context_id"], pc.unique(of_others["context_id"])))
+        for table, of_others in zip(contexts, others, strict=True)
+    ]
+    gone = [
+        sum(map(len, before)) - sum(map(len, after)) for before, after in ((impressions, others), (contexts, theirs))
+    ]
+    assert min(gone) > 0
+    code, said = forget(loop, user)
+    told = f"{loop.turns}: {gone[0]} impressions and {gone[1]} contexts removed from 2 joined nights"
+    assert (code, told in said) == (0, True), said
+    for place, night in enumerate(("00001", "00002")):
+        assert pq.read_table(loop.turns / "log" / night / "impressions").equals(others[place])
+        assert pq.read_table(loop.turns / "log" / night / "contexts").equals(theirs[place])
+    assert "0 impressions and 0 contexts removed from 0 joined nights" in forget(loop, user)[1]
+    version = loop.version()
+    loop.night(2)
+    code, said = loop.refresh("--bound", "min_lead=-1")
+    assert (code, loop.version() != version) == (0, True), said
+    assert not [*loop.turns.rglob("*.forget")]
+
+
+@pytest.mark.slow
+def test_a_killed_turn_joins_again_without_a_forgotten_user(loop: Loop) -> None:
+    loop.night(0)
+    assert killed_at(loop.command(), "Training.")[0] == -signal.SIGKILL
+    user = busiest_in(pq.read_table(loop.turns / "log/00001/impressions"))
+    code, said = forget(loop, user)
+    assert (code, "turn 00001 was not finished: it begins again by joining" in said) == (0, True), said
+    assert loop.names("log") == loop.names("turns") == loop.names("checkpoints") == []
+    code, said = loop.refresh("--bound", "min_lead=-1")
+    assert (code, "Joining." in said) == (0, True), said
+    assert rows_of_user(loop, user) == {"00001": 0}
+
+
+def test_a_turn_that_runs_is_waited_for_by_forget(loop: Loop) -> None:
+    """Not by reading beside it, which would leave what it has joined."""
+    (loop.turns / "turns").mkdir(parents=True)
+    (loop.root / "served").mkdir()
+    command = [sys.executable, "-m", "weights", "served", "forget", str(loop.root / "served"), "--user", "1"]
+    with alone_in(loop.turns):
+        other = subprocess.Popen([*command, "--loop", str(loop.turns)], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        lines = [other.stdout.readline(), other.stdout.readline()]
+        assert "is in use by a turn: its nights are read when that ends" in lines[1]
+        assert other.poll() is None
+    assert "0 impressions" in other.communicate()[0]
+    code, said = run("served", "forget", loop.root / "served", "--user", "1", "--loop", loop.root)
+    assert (code, "holds no nightly turns: give the --out of refresh" in said) == (1, True), said
 
 
 def test_a_turn_beside_another_says_so(loop: Loop) -> None:
