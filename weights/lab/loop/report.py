@@ -51,7 +51,8 @@ AUC within users of the score: serving {{ judged.order[0] }}, new {{ judged.orde
 
 Actions with fewer than {{ judged.min_positives }} positives are not judged.
 
-AUC within users of the score, where the id was not trained on this time and where it was:
+AUC within users of the score, where the id was not trained on this time and where it was. Impressions of nobody and of unknown
+authors are in neither:
 
 {{ table(["id", "share not trained on", "serving there", "new there", "serving elsewhere", "new elsewhere"], unseen) }}
 {% endif %}
