@@ -118,10 +118,10 @@ def write_turn(
         unseen=unseen,
     )
     values: dict[str, Any] = {
-        "outcome": msgspec.to_builtins(outcome),
+        "outcome": msgspec.to_builtins(outcome.brief()),
         "checks": [asdict(check) for check in checks],
         "night": asdict(night),
-        "join": counts.as_json(),
+        "join": {name: value for name, value in counts.as_json().items() if name != "done_parts"},
         "judged": asdict(judged) if judged else None,
         "left_out_nights": list(left_out_nights),
         "left_out_rankings": left_out_rankings,

@@ -49,10 +49,13 @@ class Version(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Done(Struct, frozen=True, forbid_unknown_fields=True):
-    """How many rankings the turn had read of those served up to its `through_ts`, from the beginning of a UTC day on, Unix seconds."""
+    """How many rankings the turn had read of those served up to its `through_ts`, from the beginning of a UTC day on, Unix seconds; and of
+    each part of these days all of them, by its name below the log's directory. `parts`: None in a file of an earlier version, and in
+    an outcome that the state has."""
 
     from_ts: int
     rankings: int
+    parts: dict[str, int] | None = None
 
 
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +71,10 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     publish: Version | None = None
     done: Done | None = None
     serving: str = ""
+
+    def brief(self) -> Outcome:
+        """The same without the names of the parts, which may be thousands."""
+        return msgspec.structs.replace(self, done=self.done and msgspec.structs.replace(self.done, parts=None))
 
 
 class State(Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,6 +135,14 @@ def read_state(root: Path) -> State:
     return read_json_as(root / STATE_NAME, State) or State()
 
 
+def take_up(root: Path, state: State, outcome: Outcome, keep: int) -> State:
+    """Write the state after a turn. `keep`: how many versions are remembered."""
+    state = state.after(outcome, keep)
+    write_json(root / STATE_NAME, state)
+    write_json(root / TURNS / name_of(outcome.turn) / OUTCOME_NAME, outcome.brief())
+    return state
+
+
 def forget_turn(root: Path, name: str) -> None:
     """Remove what a turn has made."""
     for folder in (TURNS, LOGS, CHECKPOINTS):
@@ -148,8 +163,7 @@ def settle(root: Path, link: Path, keep: int) -> tuple[State, Outcome | None, bo
         if outcome.publish and (problem := problem_of_link(link, outcome.serving, outcome.publish.target)):
             forget_turn(root, name)
             raise CheckpointError(problem)
-        state = with_present_version(link, state).after(outcome, keep)
-        write_json(root / STATE_NAME, state)
+        state = take_up(root, with_present_version(link, state), outcome, keep)
     is_pending = bool(state.pending)
     if is_pending:
         state = switch(root, link, state)

@@ -60,6 +60,7 @@ from weights.lab.loop.state import (
     problem_of_link,
     settle,
     switch,
+    take_up,
     with_present_version,
     write_json,
 )
@@ -162,8 +163,7 @@ def refresh(
         state = with_present_version(paths.link, state)
         write_json(turn.directory / OUTCOME_NAME, outcome)
         say("Decided.")
-        state = state.after(outcome, settings.keep)
-        write_json(paths.root / STATE_NAME, state)
+        state = take_up(paths.root, state, outcome, settings.keep)
         if state.pending:
             state = switch(paths.root, paths.link, state)
         say("Switched." if outcome.publish else "Not switched.")
@@ -250,6 +250,7 @@ class _Turn:
         self.join_settings = replace(
             settings.join,
             since_ts=state.through_ts,
+            read_before=self._read_before(),
             ids=serving.manifest.ids,
             actions=serving.manifest.action_names,
             label=f"night {self.name}",
@@ -301,7 +302,9 @@ class _Turn:
     def _begin(self) -> None:
         """Make the turn's directory. What an interrupted turn left there counts only if it had the same task."""
         join_task = {
-            name: value for name, value in asdict(self.join_settings).items() if name not in ("memory", "threads")
+            name: value
+            for name, value in asdict(self.join_settings).items()
+            if name not in ("memory", "threads", "read_before")
         }
         task = json.dumps(
             {
@@ -334,18 +337,16 @@ class _Turn:
         return counts
 
     def _tell(self, counts: JoinCounts) -> None:
-        """Say what was joined and what was left out, also of what came late."""
-        self._count_late(counts)
+        """Say what was joined and what was left out."""
         for line in counts.lines():
             self.say(f"  {line}")
 
-    def _count_late(self, counts: JoinCounts) -> None:
-        """Count the rankings of the earlier night that it had not read: their parts were open then, or were copied later."""
-        before, since_ts = self.state.done, self.join_settings.since_ts
+    def _read_before(self) -> Mapping[str, int] | None:
+        """The parts that the earlier night had read, if this one reads the same days. Others were open then, or were copied later."""
+        before, since_ts = self.state.done, self.state.through_ts
         if not before or since_ts is None:
-            return
-        if before.from_ts == first_day_ts(since_ts, self.join_settings.window_seconds):  # else other days are read
-            counts.late_rankings = max(0, counts.earlier_rankings - before.rankings)
+            return None
+        return before.parts if before.from_ts == first_day_ts(since_ts, self.settings.join.window_seconds) else None
 
     def _without_log(self, counts: JoinCounts) -> Outcome | str:
         """Nothing joined: because nothing is new, because events ended, or because none of them fits."""
@@ -467,7 +468,7 @@ class _Turn:
         is_to_wait = failed == (ENOUGH,)
         through_ts = self.state.through_ts if is_to_wait else self.through_ts  # the next night then holds this one too
         is_through = through_ts != self.state.through_ts
-        done = Done(counts.done_from_ts, counts.done_rankings) if is_through else self.state.done
+        done = Done(counts.done_from_ts, counts.done_rankings, counts.done_parts) if is_through else self.state.done
         serving = self.serving.manifest.version
         if publish:
             sentence = f"Turn {self.name} published version {publish.version}, trained on from {serving}"

@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,7 @@ from weights.format.writer import alone_in
 from weights.lab.joining.join import JoinSettings
 from weights.lab.loop.gate import GateSettings
 from weights.lab.loop.turn import CONTINUED, Paths, TurnSettings, refresh
-from weights.lab.training.log import read_log
+from weights.lab.training.log import date_of, read_log
 from weights.served import ServedRanking, read_part
 
 STEPS = ("Joining.", "Training.", "Judging.", "Decided.")
@@ -580,19 +581,21 @@ def moved_to(loop: Loop, actions: tuple[str, ...], **config: int) -> None:
     point(loop.link, str(loop.root / "other"))
 
 
+def with_one_more_action(row: ServedRanking, names: tuple[str, ...]) -> ServedRanking:
+    """The ranking by a model with these actions, one more than the row's."""
+    actions = np.pad(row.context.actions, ((0, 0), (0, 1)))
+    return structs.replace(
+        row, action_names=names, weights=np.ones(len(names)), context=replace(row.context, actions=actions)
+    )
+
+
 def test_nights_of_other_actions_are_left_out_and_told(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh()[0] == 0
     names = (*load_checkpoint(loop.link).manifest.action_names, "bookmark")
     moved_to(loop, names)
 
-    def of_moved(row: ServedRanking) -> ServedRanking:
-        actions = np.pad(row.context.actions, ((0, 0), (0, 1)))
-        return structs.replace(
-            row, action_names=names, weights=np.ones(len(names)), context=replace(row.context, actions=actions)
-        )
-
-    loop.night(1, {"change": of_moved})
+    loop.night(1, {"change": lambda row: with_one_more_action(row, names)})
     code, said = loop.refresh("--bound", "min_activity=0")
     told = "1 earlier nights are left out of the training: the model that serves has other actions (00001)"
     assert (code in (0, 3), told in said) == (True, True), said
@@ -643,6 +646,57 @@ def test_rankings_of_parts_that_come_late_are_told(loop: Loop) -> None:
     assert loop.figures(2)["join"]["late_rankings"] == 40
     code, said = loop.refresh(*bound)
     assert (code, "WARNING" in said) == (0, False), said
+
+
+def warned_of(said: str) -> int:
+    """Of how many rankings in late parts a turn warns."""
+    found = re.search(r"WARNING: (\d+) rankings are in parts that came after their night", said)
+    return int(found[1]) if found else 0
+
+
+def test_only_rankings_of_parts_not_read_before_are_late(loop: Loop) -> None:
+    """Not those of a copy; a user who is removed meanwhile does not make them fewer."""
+    loop.night(0)
+    (part,) = (loop.root / "served").glob("*/*.parquet")
+    rows, late = [*read_part(part)], part.with_name("late.parquet")
+    write_rows(part, rows[:-40])
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+    state = json.loads((loop.turns / "state.json").read_text())
+    assert state["done"]["parts"] == {f"{part.parent.name}/part.parquet": len(rows) - 40}
+    for name in ("outcome.json", "figures.json"):
+        assert part.name not in (loop.turns / "turns/00001" / name).read_text(), "the state alone has the names"
+    copy = part.with_name("copy.parquet")
+    shutil.copy(part, copy)
+    assert warned_of(loop.refresh(*BEFORE_TRAINING)[1]) == 0
+    copy.unlink()
+    users = {row.context.user_id for row in rows[-40:]}
+    gone = next(row.context.user_id for row in rows if row.context.user_id not in users)
+    assert run("served", "forget", loop.root / "served", "--user", gone)[0] == 0
+    write_rows(late, rows[-40:])
+    assert warned_of(loop.refresh(*BEFORE_TRAINING)[1]) == 40
+    del state["done"]["parts"]
+    (loop.turns / "state.json").write_text(json.dumps(state))
+    assert warned_of(loop.refresh(*BEFORE_TRAINING)[1]) == 0, "an earlier version has not kept the names"
+
+
+def test_rankings_of_another_model_are_not_late(loop: Loop) -> None:
+    """A model with other actions served for some hours, and took the turn after them."""
+    loop.night(0)
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+    names = (*load_checkpoint(loop.link).manifest.action_names, "bookmark")
+    moved_to(loop, names)
+    loop.night(1)
+    part = loop.root / f"served/date={date_of(loop.nights.start_ts(1))}/part.parquet"
+    rows = [*read_part(part)]
+    write_rows(part, rows[:-60])
+    write_rows(part.with_name("other.parquet"), [with_one_more_action(row, names) for row in rows[-60:]])
+    bounds = ("--bound", "min_rankings=50", "--bound", "min_positives=1")
+    code, said = loop.refresh(*BEFORE_TRAINING, *bounds)
+    assert (code, "of another model" in said) == (3, True), said
+    point(loop.link, str(loop.nights.checkpoint))
+    loop.night(2)
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, warned_of(said)) == (3, 0), said
 
 
 def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
