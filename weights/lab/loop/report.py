@@ -45,7 +45,7 @@ held-out ones.
 ## Both models on the held-out hours
 
 {{ "{:,} requests with {:,} impressions of {:,} users".format(judged.requests, judged.impressions, judged.users) }}. Serving: {{ serving }}.
-AUC within users of the score: serving {{ judged.order[0] }}, new {{ judged.order[1] }}; lead {{ judged.lead }}.
+AUC within users of the score: serving {{ order[0] }}, new {{ order[1] }}; lead {{ order[2] }}.
 
 {{ table(["action", "positives", "cross-entropy, serving", "new", "predicted ÷ observed, serving", "new"], actions) }}
 
@@ -114,6 +114,7 @@ def write_turn(
         night=night,
         judged=judged,
         serving=serving,
+        order=[cell_of(figure) for figure in (*judged.order, judged.lead)] if judged else [],
         actions=actions,
         unseen=unseen,
     )

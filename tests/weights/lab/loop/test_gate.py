@@ -105,6 +105,17 @@ def test_a_worse_model_fails_by_name(name: str, changes: dict[str, Any]) -> None
     assert [check.name for check in checks if not check.passed] == [name] * bool(name)
 
 
+def test_too_few_users_to_tell_is_said_in_words() -> None:
+    """No interval can be given of fewer than ten."""
+    some, nan = Figure(0.7, np.nan, np.nan), Figure(np.nan, np.nan, np.nan)
+    for order in ((some, some), (nan, nan)):
+        few = replace(JUDGED, users=9, order=order, lead=Figure(order[0].value - 0.7, np.nan, np.nan))
+        labels, order_check = check_labels(few, Usual(), GateSettings()), check_model(few, GateSettings())[-1]
+        for check in (labels, order_check):
+            assert not check.passed
+            assert check.sentence.startswith("9 held-out users are too few to tell: a turn needs 10 or more")
+
+
 def test_nobody_is_neither_a_new_nor_a_known_user(nights: Nights) -> None:
     """Half of the requests are of nobody, before and after; all users who are held out are new."""
     until_ts = nights.start_ts(2)
