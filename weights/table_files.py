@@ -335,6 +335,16 @@ def filesystem_of(path: Path | str) -> tuple[pa.fs.FileSystem, str]:
     return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(remote)), place
 
 
+def has_directory(path: Path | str, name: str) -> bool:
+    """Whether the directory at a path or an fsspec address holds a directory of this name; a file holds none. Raises TableError for an
+    address that cannot be opened."""
+    filesystem, place = filesystem_of(path)
+    try:
+        return filesystem.get_file_info(f"{place.rstrip('/')}/{name}").type is pa.fs.FileType.Directory
+    except NotADirectoryError:  # of a file at file://
+        return False
+
+
 def _files(filesystem: pa.fs.FileSystem, place: str, path: str) -> list[pa.fs.FileInfo]:
     """The files of a table, by name. Raises TableError if there are none."""
     try:

@@ -26,13 +26,20 @@ def forget(
     directory: Annotated[Path, typer.Argument(help="The log: the service's RANKER_SERVED__DIRECTORY.")],
     user: Annotated[list[str], typer.Option(help="The id of a user, as requests have it. May be given several times.")],
     ids: Ids = "uint64",
+    loop: Annotated[
+        Path | None,
+        typer.Option(help="The --out of refresh: remove the user from the nights that it has joined, too."),
+    ] = None,
 ) -> None:
-    """Remove all rankings of a user from the log: the parts that hold any are written again without them."""
+    """Remove all rankings of a user from the log: the parts that hold any are written again without them. Checkpoints that were trained on
+    them keep what they have learned."""
     started = time.perf_counter()
     user_ids = [_user_id(text, ids) for text in user]
     with refusals(OSError, extra="served"), progress_bar() as bar:
-        from weights.forget import forget_users
+        from weights.forget import check_root, forget_joined, forget_users
 
+        if loop:
+            check_root(loop)
         result = forget_users(
             directory,
             user_ids,
@@ -45,9 +52,26 @@ def forget(
     )
     if result.open_parts:
         say(f"{result.open_parts} parts are being written and were not looked at: run this again when they are closed")
-    for problem in result.problems:
+    problems = result.problems
+    if loop:
+        started = time.perf_counter()
+        with refusals(OSError, extra="served"), progress_bar() as bar:
+            joined = forget_joined(
+                loop,
+                user_ids,
+                lambda done, total: bar("Reading nights", done, total),
+                lambda: say(f"{loop} is in use by a turn: its nights are read when that ends"),
+            )
+        say(
+            f"{loop}: {joined.impressions} impressions and {joined.contexts} contexts removed from {joined.nights} joined nights; "
+            f"{time.perf_counter() - started:.1f} s"
+        )
+        for turn in joined.begun_again:
+            say(f"turn {turn} was not finished: it begins again by joining")
+        problems = [*problems, *joined.problems]
+    for problem in problems:
         print(problem, file=sys.stderr, flush=True)
-    if result.problems:
+    if problems:
         raise typer.Exit(1)
 
 

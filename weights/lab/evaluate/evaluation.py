@@ -515,11 +515,15 @@ def _ablations(
 def _groups(
     train: Log, test: Log, sources: Mapping[str, Mapping[int, Floats]], headline: list[int]
 ) -> dict[str, tuple[float, dict[str, float]]]:
-    """New and known users, posts and authors apart: the groups that the test period has, where some action has both outcomes."""
+    """New and known users, posts and authors apart, and those whose id is 0: the groups that the test period has, where some action has
+    both outcomes."""
     aucs_of_groups = {}
-    for kind in ("user", "post", "author"):
-        is_old = np.isin(getattr(test, f"{kind}_id"), getattr(train, f"{kind}_id"))
-        for name, rows in ((f"known {kind}s", is_old), (f"new {kind}s", ~is_old)):
+    for kind, without in (("user", "nobody"), ("post", "no post"), ("author", "unknown authors")):
+        ids = getattr(test, f"{kind}_id")
+        is_none, is_old = ids == 0, np.isin(ids, getattr(train, f"{kind}_id"))
+        for name, rows in (
+            (f"known {kind}s", is_old & ~is_none), (f"new {kind}s", ~is_old & ~is_none), (without, is_none),
+        ):  # fmt: skip
             judged_rows = {i: rows & test.known_rows(i) for i in headline}
             aucs = {
                 source: metrics.mean(

@@ -17,8 +17,10 @@ class JoinCounts:
     not read, because they are older than the rankings that were to be joined. `delay_seconds`: how long after their ranking the events
     happened that name a candidate and an action of the model, the 5th percentile and the median. `events_reach_ts`: when the newest ranking
     that an event names was served. It is never before that of the night before; the first night, never before the oldest ranking.
-    `done_rankings`: those whose window is over, of the UTC days from `done_from_ts` on, which the next night reads again.
-    `late_rankings`: those of `earlier_rankings` that the night before had not read. Times are Unix seconds.
+    `done_rankings`: those whose window is over, of the UTC days from `done_from_ts` on, which the next night reads again; `done_parts`: the
+    rankings of each part of these days that was read, also of other models, by its name below the log's directory; None where an earlier
+    version has joined. `late_rankings`: those of `earlier_rankings` in parts that the night before had not read, without repeated
+    ones. Times are Unix seconds.
     """
 
     parts: int = 0
@@ -54,6 +56,7 @@ class JoinCounts:
     late_rankings: int = 0
     done_from_ts: int = 0
     done_rankings: int = 0
+    done_parts: dict[str, int] | None = None
     impressions: int = 0
     contexts: int = 0
     observed: list[str] = field(default_factory=list)

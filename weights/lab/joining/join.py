@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from weights.format.writer import written_beside
 from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.joining.reading import LostPart, number_of, read_events, read_parts
 from weights.lab.joining.writing import write_contexts, write_impressions
-from weights.lab.training.log import time_words
+from weights.lab.training.log import date_of, time_words
 from weights.progress import Update
 from weights.served import hold
 from weights.tables import TableError
@@ -123,6 +123,21 @@ SELECT candidates.* EXCLUDE (is_returned, is_first)
 FROM candidates JOIN states USING (ranking)
 WHERE state = 'joined' AND is_returned
 """
+LATE = """
+SELECT coalesce(sum(least(count, more)), 0)
+FROM (
+    SELECT part, count(*) AS count
+    FROM (
+        SELECT part, served_ts, row_number() OVER (
+            PARTITION BY request_id, served_us, user_id ORDER BY part IN (SELECT part FROM late_parts), ranking
+        ) AS copy
+        FROM rankings
+    )
+    WHERE copy = 1 AND served_ts <= ?
+    GROUP BY part
+) JOIN late_parts USING (part)
+"""
+"""The rankings that are done in parts that hold `more` than was read of them, without those of other parts again."""
 LABELS = """
 CREATE TABLE labels AS
 SELECT ranking, place, {words}, max(value) FILTER (is_dwell AND value > 0) AS dwell_seconds
@@ -153,8 +168,9 @@ class JoinSettings:
     that some event has. `until_ts`: events are whole up to here, Unix seconds; None: up to the newest ranking that one of them names.
     `model`: whose rankings are joined, a version or the beginning of a digest; empty: all, if their actions are the same. `actions`: only
     rankings of models with these actions, in this order, are joined, the others are counted; empty: any. `memory`: of DuckDB, such as
-    `2GB`. `since_ts`: only rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the
-    contexts, so that results with different labels can be read as one log."""
+    `2GB`. `since_ts`: only rankings served after this, Unix seconds; None: all. `read_before`: the `done_parts` of the join up to
+    `since_ts`, by which late parts are known; None: none is told. `label`: a word that goes into the numbers of the contexts, so that
+    results with different labels can be read as one log."""
 
     window_seconds: int = DAY_SECONDS
     observed: tuple[str, ...] | None = None
@@ -165,6 +181,7 @@ class JoinSettings:
     memory: str = "2GB"
     threads: int = 1
     since_ts: int | None = None
+    read_before: Mapping[str, int] | None = None
     label: str = ""
 
     @property
@@ -233,6 +250,7 @@ def _join_into(
             )
             read_events(database, events, settings.ids, settings.since_ts, counts, progress)
             _join(database, names, settings, counts, progress)
+            _count_parts(database, [str(part.path.relative_to(served)) for part in parts], settings, counts)
             if not counts.joined_rankings:
                 raise NothingJoins(f"nothing joins: {'; '.join(line.strip() for line in counts.lines())}", counts)
             observed = [name in counts.observed for name in names]
@@ -341,6 +359,22 @@ def _make_shown(database: duckdb.DuckDBPyConnection, window_seconds: int, counts
         )
     else:
         database.execute(SHOWN_BY_REPLIES)
+
+
+def _count_parts(
+    database: duckdb.DuckDBPyConnection, names: Sequence[str], settings: JoinSettings, counts: JoinCounts
+) -> None:
+    """Count the rankings of late parts, and keep the names of the parts that the next night reads again. `names`: of the parts by their
+    numbers."""
+    rows, before = counts.done_parts or {}, settings.read_before
+    if before is not None and settings.since_ts is not None:
+        more = [[part, rows[name] - before.get(name, 0)] for part, name in enumerate(names)]
+        if late := [one for one in more if one[1] > 0]:
+            database.execute("CREATE TABLE late_parts (part BIGINT, more BIGINT)")
+            database.executemany("INSERT INTO late_parts VALUES (?, ?)", late)
+            ((counts.late_rankings,),) = database.execute(LATE, [settings.since_ts]).fetchall()
+    first_day = f"date={date_of(counts.done_from_ts)}"
+    counts.done_parts = {name: count for name, count in rows.items() if name.partition("/")[0] >= first_day}
 
 
 def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], settings: JoinSettings) -> list[str]:

@@ -134,6 +134,7 @@ def read_parts(
     part is left to be joined.
     """
     database.execute(TABLES)
+    counts.done_parts = {}
     paths = sorted(directory.glob(PARTS))
     others = (path for path in directory.rglob("*") if path.is_file() and path not in set(paths))
     for path in sorted(others):
@@ -183,6 +184,7 @@ def read_parts(
             continue
         counts.parts += 1
         counts.rankings += rows
+        counts.done_parts[str(path.relative_to(directory))] = rows
         counts.models[label] = counts.models.get(label, 0) + rows
         if not is_read:
             counts.other_model_rankings += rows

@@ -8,7 +8,7 @@ from typing import Annotated, get_args, get_type_hints
 
 import numpy as np
 
-from weights.lab.evaluate.metrics import CHANCE
+from weights.lab.evaluate.metrics import CHANCE, LEAST_USERS
 from weights.lab.loop.judge import Judgement
 from weights.lab.loop.night import Night
 
@@ -141,11 +141,20 @@ def check_labels(judged: Judgement, usual: Usual, bounds: GateSettings) -> Check
     is_sure = clearest.low > CHANCE or clearest.high < CHANCE
     least = bounds.min_order * (usual.order or 0.0)
     passed = bounds.min_order <= 0 or (is_sure and distance_from_chance(clearest.value) >= least)
+    if np.isnan(clearest.low):
+        return Check(LABELS, passed, _too_few_users(judged))
     return Check(
         LABELS,
         passed,
         f"of the two models, the one whose order differs more from chance has an AUC within users of {clearest}; it must surely "
         f"differ from 0.5, by {least:.3f} or more",
+    )
+
+
+def _too_few_users(judged: Judgement) -> str:
+    return (
+        f"{judged.users:,} held-out users are too few to tell: a turn needs {LEAST_USERS} or more who have impressions worth more than "
+        "nothing and others"
     )
 
 
@@ -165,12 +174,11 @@ def check_model(judged: Judgement, bounds: GateSettings) -> list[Check]:
     count = f"{len(judged.actions)} actions with {judged.min_positives} positives or more"
     quality = f"worse for {', '.join(worse)}" if worse else f"none of the {count} is worse"
     lead = judged.lead
+    order = (
+        f"AUC within users {judged.order[0].value:.4f} → {judged.order[1].value:.4f}, a lead of {lead.value:+.4f} "
+        f"({lead.low:+.4f} … {lead.high:+.4f}); its lower end must be at least {bounds.min_lead:+.4f}"
+    )
     return [
         Check(QUALITY, not worse, quality),
-        Check(
-            ORDER,
-            lead.low >= bounds.min_lead,
-            f"AUC within users {judged.order[0].value:.4f} → {judged.order[1].value:.4f}, a lead of {lead.value:+.4f} "
-            f"({lead.low:+.4f} … {lead.high:+.4f}); its lower end must be at least {bounds.min_lead:+.4f}",
-        ),
+        Check(ORDER, lead.low >= bounds.min_lead, _too_few_users(judged) if np.isnan(lead.low) else order),
     ]

@@ -47,8 +47,8 @@ class ActionQuality:
 @dataclass(frozen=True, slots=True)
 class Unseen:
     """The held-out impressions whose user, post or author was in no request that the new model was trained on: their share of all, and
-    the AUC within users of the serving model's score, first, and of the new one's, over them and over the others. The value is NaN
-    where no user has both outcomes."""
+    the AUC within users of the serving model's score, first, and of the new one's, over them and over the others. Impressions of nobody,
+    or of an unknown author, are in neither. The value is NaN where no user has both outcomes."""
 
     share: float
     order: tuple[Figure, Figure]
@@ -105,8 +105,10 @@ def judge(
     trained = examples.log.before(until_ts)
     unseen = {}
     for kind in ("user", "post", "author"):
-        is_unseen = ~np.isin(getattr(shown, f"{kind}_id"), getattr(trained, f"{kind}_id"))
-        unseen[kind] = Unseen(float(is_unseen.mean()), order(is_known & is_unseen), order(is_known & ~is_unseen))
+        ids = getattr(shown, f"{kind}_id")
+        has_id, is_seen = ids != 0, np.isin(ids, getattr(trained, f"{kind}_id"))
+        is_unseen = has_id & ~is_seen
+        unseen[kind] = Unseen(float(is_unseen.mean()), order(is_known & is_unseen), order(is_known & has_id & is_seen))
     return Judgement(
         len(requests),
         len(rows),

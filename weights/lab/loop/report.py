@@ -45,13 +45,14 @@ held-out ones.
 ## Both models on the held-out hours
 
 {{ "{:,} requests with {:,} impressions of {:,} users".format(judged.requests, judged.impressions, judged.users) }}. Serving: {{ serving }}.
-AUC within users of the score: serving {{ judged.order[0] }}, new {{ judged.order[1] }}; lead {{ judged.lead }}.
+AUC within users of the score: serving {{ order[0] }}, new {{ order[1] }}; lead {{ order[2] }}.
 
 {{ table(["action", "positives", "cross-entropy, serving", "new", "predicted ÷ observed, serving", "new"], actions) }}
 
 Actions with fewer than {{ judged.min_positives }} positives are not judged.
 
-AUC within users of the score, where the id was not trained on this time and where it was:
+AUC within users of the score, where the id was not trained on this time and where it was. Impressions of nobody and of unknown
+authors are in neither:
 
 {{ table(["id", "share not trained on", "serving there", "new there", "serving elsewhere", "new elsewhere"], unseen) }}
 {% endif %}
@@ -113,14 +114,15 @@ def write_turn(
         night=night,
         judged=judged,
         serving=serving,
+        order=[cell_of(figure) for figure in (*judged.order, judged.lead)] if judged else [],
         actions=actions,
         unseen=unseen,
     )
     values: dict[str, Any] = {
-        "outcome": msgspec.to_builtins(outcome),
+        "outcome": msgspec.to_builtins(outcome.brief()),
         "checks": [asdict(check) for check in checks],
         "night": asdict(night),
-        "join": counts.as_json(),
+        "join": {name: value for name, value in counts.as_json().items() if name != "done_parts"},
         "judged": asdict(judged) if judged else None,
         "left_out_nights": list(left_out_nights),
         "left_out_rankings": left_out_rankings,

@@ -6,7 +6,9 @@ switched, so a turn that is killed after it is finished by the next run.
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,15 +49,19 @@ class Version(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Done(Struct, frozen=True, forbid_unknown_fields=True):
-    """How many rankings the turn had read of those served up to its `through_ts`, from the beginning of a UTC day on, Unix seconds."""
+    """How many rankings the turn had read of those served up to its `through_ts`, from the beginning of a UTC day on, Unix seconds; and of
+    each part of these days all of them, by its name below the log's directory. `parts`: None in a file of an earlier version, and in
+    an outcome that the state has."""
 
     from_ts: int
     rankings: int
+    parts: dict[str, int] | None = None
 
 
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     """What a turn has decided. `failed`: the names of the checks that failed. `through_ts`: rankings served up to here are done, Unix
-    seconds. `night`: None where the night may not train a model. `publish`: None where the new checkpoint is refused."""
+    seconds. `night`: None where the night may not train a model. `publish`: None where the new checkpoint is refused. `serving`: the digest
+    of the checkpoint that was judged against; empty in a file of an earlier version."""
 
     turn: int
     failed: tuple[str, ...]
@@ -64,11 +70,17 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
     night: NightRecord | None = None
     publish: Version | None = None
     done: Done | None = None
+    serving: str = ""
+
+    def brief(self) -> Outcome:
+        """The same without the names of the parts, which may be thousands."""
+        return msgspec.structs.replace(self, done=self.done and msgspec.structs.replace(self.done, parts=None))
 
 
 class State(Struct, frozen=True, forbid_unknown_fields=True):
     """`turns`: how many there were. `through_ts`: rankings served up to here are done. `nights`: those that passed, the newest last.
-    `versions`: what the link has named, the newest last; `--back` drops the last. `pending`: what the link has still to name, if anything.
+    `versions`: what the link has named, the newest last; `--back` drops the last. `pending`: what the link has still to name, if anything;
+    `serving`: the digest of the checkpoint that it then replaces, empty in a file of an earlier version.
     """
 
     turns: int = 0
@@ -77,6 +89,7 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
     versions: tuple[Version, ...] = ()
     pending: str = ""
     done: Done | None = None
+    serving: str = ""
 
     def usual(self, actions: tuple[str, ...]) -> Usual:
         """What the nights that passed and were served by models with these actions were like."""
@@ -91,7 +104,8 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
         if outcome.publish:
             versions = (*versions, outcome.publish)[-keep:]
         pending = outcome.publish.target if outcome.publish else ""
-        return State(outcome.turn, outcome.through_ts, nights, versions, pending, outcome.done)
+        serving = outcome.serving if outcome.publish else ""
+        return State(outcome.turn, outcome.through_ts, nights, versions, pending, outcome.done, serving)
 
 
 def name_of(turn: int) -> str:
@@ -121,16 +135,61 @@ def read_state(root: Path) -> State:
     return read_json_as(root / STATE_NAME, State) or State()
 
 
-def settle(root: Path, link: Path, keep: int) -> tuple[State, Outcome | None]:
-    """Finish what a killed run has decided and not done. Returns the state, and the outcome of the turn that was finished here."""
+def take_up(root: Path, state: State, outcome: Outcome, keep: int) -> State:
+    """Write the state after a turn. `keep`: how many versions are remembered."""
+    state = state.after(outcome, keep)
+    write_json(root / STATE_NAME, state)
+    write_json(root / TURNS / name_of(outcome.turn) / OUTCOME_NAME, outcome.brief())
+    return state
+
+
+def forget_turn(root: Path, name: str) -> None:
+    """Remove what a turn has made."""
+    for folder in (TURNS, LOGS, CHECKPOINTS):
+        shutil.rmtree(root / folder / name, ignore_errors=True)
+
+
+def settle(root: Path, link: Path, keep: int) -> tuple[State, Outcome | None, bool]:
+    """Finish what a killed run has decided and not done. Returns the state, the outcome of the turn that was finished here, and whether
+    the link was still to be switched.
+
+    Raises CheckpointError where somebody else has set the link meanwhile: it stays, and what was decided is forgotten.
+    """
     state = read_state(root)
-    outcome = read_json_as(root / TURNS / name_of(state.turns + 1) / OUTCOME_NAME, Outcome)
+    _remove_unfinished_links(link, state)
+    name = name_of(state.turns + 1)
+    outcome = read_json_as(root / TURNS / name / OUTCOME_NAME, Outcome)
     if outcome:
-        state = with_present_version(link, state).after(outcome, keep)
-        write_json(root / STATE_NAME, state)
-    if state.pending:
+        if outcome.publish and (problem := problem_of_link(link, outcome.serving, outcome.publish.target)):
+            forget_turn(root, name)
+            raise CheckpointError(problem)
+        state = take_up(root, with_present_version(link, state), outcome, keep)
+    is_pending = bool(state.pending)
+    if is_pending:
         state = switch(root, link, state)
-    return state, outcome
+    return state, outcome, is_pending
+
+
+def _remove_unfinished_links(link: Path, state: State) -> None:
+    """Remove what a run left that was killed while it switched the link."""
+    targets = {version.target for version in state.versions}
+    for left in link.parent.glob(f".{glob.escape(link.name)}.{'[0-9a-f]' * 8}"):
+        if left.is_symlink() and os.readlink(left) in targets:
+            left.unlink(missing_ok=True)
+
+
+def problem_of_link(link: Path, serving: str, target: str = "") -> str | None:
+    """Why the link may not be switched to `target`: it names neither that nor the checkpoint with the digest `serving`, which was judged
+    against. None if it may, and where that digest is not known."""
+    if not serving or (target and leads_to(link, target)):
+        return None
+    manifest = load_manifest(link)
+    if manifest.digest == serving:
+        return None
+    return (
+        f"{link} names {manifest.name} {manifest.version} (digest {manifest.digest[:12]}) now, and the checkpoint that was to be replaced "
+        f"is another (digest {serving[:12]}): the link stays as it is; run refresh again"
+    )
 
 
 def leads_to(link: Path, target: str) -> bool:
@@ -139,16 +198,21 @@ def leads_to(link: Path, target: str) -> bool:
 
 
 def with_present_version(link: Path, state: State) -> State:
-    """The state with the version that the link names now as its newest, also where somebody else has set the link."""
-    if state.versions and leads_to(link, state.versions[-1].target):
-        return state
-    version = Version(os.readlink(link), load_manifest(link).version)
-    return msgspec.structs.replace(state, versions=(*state.versions, version))
+    """The state with the version that the link names now as its newest, also where somebody else has set the link or has changed the
+    checkpoint in place."""
+    target, versions = os.readlink(link), state.versions
+    if versions and leads_to(link, versions[-1].target):
+        target, versions = versions[-1].target, versions[:-1]
+    return msgspec.structs.replace(state, versions=(*versions, Version(target, load_manifest(link).version)))
 
 
 def switch(root: Path, link: Path, state: State) -> State:
-    """Point the link to what the state says is pending, and note that this is done."""
+    """Point the link to what the state says is pending, and note that this is done. Raises CheckpointError where somebody else has set the
+    link meanwhile: then the version that is pending is forgotten."""
+    done = msgspec.structs.replace(state, pending="", serving="")
+    if problem := problem_of_link(link, state.serving, state.pending):
+        write_json(root / STATE_NAME, msgspec.structs.replace(done, versions=state.versions[:-1]))
+        raise CheckpointError(problem)
     point(link, state.pending)
-    state = msgspec.structs.replace(state, pending="")
-    write_json(root / STATE_NAME, state)
-    return state
+    write_json(root / STATE_NAME, done)
+    return done

@@ -54,10 +54,13 @@ from weights.lab.loop.state import (
     Outcome,
     State,
     Version,
+    forget_turn,
     leads_to,
     name_of,
+    problem_of_link,
     settle,
     switch,
+    take_up,
     with_present_version,
     write_json,
 )
@@ -135,13 +138,16 @@ def refresh(
     """
     _check_link(paths.link)
     with alone_in(paths.root):
-        state, finished = settle(paths.root, paths.link, settings.keep)
+        state, finished, was_pending = settle(paths.root, paths.link, settings.keep)
         if finished:
             _clean(paths, settings, state)
             say(f"Turn {name_of(finished.turn)} was interrupted after its decision, and is finished now.")
             return _result(paths.root, finished)
+        if was_pending:
+            say(
+                f"{paths.link} names version {state.versions[-1].version} now: a run was interrupted when it switched it."
+            )
         _check_through(paths.root, state)
-        state = with_present_version(paths.link, state)
         turn = _Turn(paths, settings, state, load_checkpoint(paths.link), say, progress)
         try:
             outcome = turn.take()
@@ -151,10 +157,13 @@ def refresh(
         if isinstance(outcome, str):
             turn.forget()
             return Result("nothing new", outcome)
+        if problem := problem_of_link(paths.link, outcome.serving):
+            turn.forget()
+            raise CheckpointError(problem)
+        state = with_present_version(paths.link, state)
         write_json(turn.directory / OUTCOME_NAME, outcome)
         say("Decided.")
-        state = state.after(outcome, settings.keep)
-        write_json(paths.root / STATE_NAME, state)
+        state = take_up(paths.root, state, outcome, settings.keep)
         if state.pending:
             state = switch(paths.root, paths.link, state)
         say("Switched." if outcome.publish else "Not switched.")
@@ -171,18 +180,22 @@ def back(paths: Paths, keep: int) -> Result:
     if not (paths.root / STATE_NAME).exists():
         raise CheckpointError(f"{paths.root} holds no turns, so there is no version to go back to.")
     with alone_in(paths.root):
-        state, _ = settle(paths.root, paths.link, keep)
+        state, _, _ = settle(paths.root, paths.link, keep)
         versions = state.versions
         is_ours = bool(versions) and leads_to(paths.link, versions[-1].target)
         earlier = versions[:-1] if is_ours else versions
         if not earlier:
             raise CheckpointError(f"{paths.root} knows no version before the present one.")
-        if not (paths.link.parent / earlier[-1].target).is_dir():
+        target = paths.link.parent / earlier[-1].target
+        if not target.is_dir():
             raise CheckpointError(f"The version before, {earlier[-1].target}, is not there any more.")
-        state = msgspec.structs.replace(state, versions=earlier, pending=earlier[-1].target)
+        version = load_manifest(target).version  # which may have been changed in place
+        state = msgspec.structs.replace(
+            state, versions=earlier, pending=earlier[-1].target, serving=load_manifest(paths.link).digest
+        )
         write_json(paths.root / STATE_NAME, state)
         switch(paths.root, paths.link, state)
-    return Result("back", f"{paths.link} names version {earlier[-1].version} again")
+    return Result("back", f"{paths.link} names version {version} again")
 
 
 def _check_link(link: Path) -> None:
@@ -237,6 +250,7 @@ class _Turn:
         self.join_settings = replace(
             settings.join,
             since_ts=state.through_ts,
+            read_before=self._read_before(),
             ids=serving.manifest.ids,
             actions=serving.manifest.action_names,
             label=f"night {self.name}",
@@ -288,7 +302,9 @@ class _Turn:
     def _begin(self) -> None:
         """Make the turn's directory. What an interrupted turn left there counts only if it had the same task."""
         join_task = {
-            name: value for name, value in asdict(self.join_settings).items() if name not in ("memory", "threads")
+            name: value
+            for name, value in asdict(self.join_settings).items()
+            if name not in ("memory", "threads", "read_before")
         }
         task = json.dumps(
             {
@@ -308,8 +324,7 @@ class _Turn:
 
     def forget(self) -> None:
         """Remove what the turn has made."""
-        for made in (self.directory, self.log, self.checkpoint):
-            shutil.rmtree(made, ignore_errors=True)
+        forget_turn(self.paths.root, self.name)
 
     def _joined(self) -> JoinCounts:
         """The counts of the night's join, which may be one of an interrupted turn. Raises NothingJoins."""
@@ -322,18 +337,16 @@ class _Turn:
         return counts
 
     def _tell(self, counts: JoinCounts) -> None:
-        """Say what was joined and what was left out, also of what came late."""
-        self._count_late(counts)
+        """Say what was joined and what was left out."""
         for line in counts.lines():
             self.say(f"  {line}")
 
-    def _count_late(self, counts: JoinCounts) -> None:
-        """Count the rankings of the earlier night that it had not read: their parts were open then, or were copied later."""
-        before, since_ts = self.state.done, self.join_settings.since_ts
+    def _read_before(self) -> Mapping[str, int] | None:
+        """The parts that the earlier night had read, if this one reads the same days. Others were open then, or were copied later."""
+        before, since_ts = self.state.done, self.state.through_ts
         if not before or since_ts is None:
-            return
-        if before.from_ts == first_day_ts(since_ts, self.join_settings.window_seconds):  # else other days are read
-            counts.late_rankings = max(0, counts.earlier_rankings - before.rankings)
+            return None
+        return before.parts if before.from_ts == first_day_ts(since_ts, self.settings.join.window_seconds) else None
 
     def _without_log(self, counts: JoinCounts) -> Outcome | str:
         """Nothing joined: because nothing is new, because events ended, or because none of them fits."""
@@ -455,7 +468,7 @@ class _Turn:
         is_to_wait = failed == (ENOUGH,)
         through_ts = self.state.through_ts if is_to_wait else self.through_ts  # the next night then holds this one too
         is_through = through_ts != self.state.through_ts
-        done = Done(counts.done_from_ts, counts.done_rankings) if is_through else self.state.done
+        done = Done(counts.done_from_ts, counts.done_rankings, counts.done_parts) if is_through else self.state.done
         serving = self.serving.manifest.version
         if publish:
             sentence = f"Turn {self.name} published version {publish.version}, trained on from {serving}"
@@ -463,7 +476,8 @@ class _Turn:
             sentence = f"Turn {self.name} is refused: {', '.join(failed)}. Version {serving} goes on serving"
         for check in checks:
             self.say(f"  {check.name:<9} {'passed' if check.passed else 'FAILED'}: {check.sentence}")
-        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish, done)
+        digest = self.serving.manifest.digest
+        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish, done, digest)
         write_turn(
             self.directory,
             outcome,

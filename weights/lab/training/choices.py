@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from model.config import ModelConfig
 from weights.actions import default_score_weights
@@ -183,9 +184,13 @@ def _check_learnable(log: Log, what: str) -> None:
         raise TableError(f"{subject} no action that was ever not taken: there is nothing to tell posts apart by")
 
 
+def _count(ids: NDArray[np.uint64]) -> int:
+    """How many different ids there are: 0 is nobody, or an unknown author."""
+    return int(np.count_nonzero(distinct(ids)))
+
+
 def _summary(log: Log) -> str:
-    users = int(np.count_nonzero(distinct(log.user_id)))  # 0 is nobody
-    counts = {"request": log.requests, "user": users, "post": len(distinct(log.post_id))}
+    counts = {"request": log.requests, "user": _count(log.user_id), "post": len(distinct(log.post_id))}
     return (
         f"{len(log):,} impressions, "
         + ", ".join(f"{count:,} {name}s" for name, count in counts.items())
@@ -223,11 +228,13 @@ def _split(
 
 
 def new_shares(log: Log) -> dict[str, float]:
-    """Of the impressions in the newest fifth: the share whose user, post and author was not seen before that fifth."""
+    """Of the impressions in the newest fifth that have a user, post or author: the share whose one was not seen before that fifth; 0
+    where none has."""
     cut = min(int(len(log) * (1 - NEWEST_SHARE)), len(log) - 1)
     columns = {kind: getattr(log, f"{kind}_id") for kind in SALTS}
-    seen = {kind: pc.is_in(pa.array(ids[cut:]), value_set=distinct(ids[:cut])) for kind, ids in columns.items()}
-    return {kind: 1 - float(pc.mean(is_seen).as_py()) for kind, is_seen in seen.items()}
+    newest = {kind: ids[cut:][ids[cut:] != 0] for kind, ids in columns.items()}
+    seen = {kind: pc.is_in(pa.array(newest[kind]), value_set=distinct(ids[:cut])) for kind, ids in columns.items()}
+    return {kind: 1 - float(pc.mean(is_seen).as_py()) if len(is_seen) else 0.0 for kind, is_seen in seen.items()}
 
 
 def _hidden(new: Mapping[str, float], *, has_codes: bool) -> Choice:
@@ -242,7 +249,7 @@ def _hidden(new: Mapping[str, float], *, has_codes: bool) -> Choice:
 
 
 def _tables(log: Log, new: Mapping[str, float]) -> Choice:
-    counts = {kind: len(distinct(getattr(log, f"{kind}_id"))) for kind in SALTS}
+    counts = {kind: _count(getattr(log, f"{kind}_id")) for kind in SALTS}
     rows_needed = {
         kind: ROWS_AN_ID * count if new[kind] < MOSTLY_HIDDEN or kind == "user" else 0 for kind, count in counts.items()
     }
@@ -368,7 +375,7 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
 
 def _too_little(log: Log, name: str, positives: int) -> list[Choice]:
     """A warning of what a model cannot learn from this log, if there is something."""
-    users = len(distinct(log.user_id))
+    users = _count(log.user_id)
     warnings = []
     if positives < LEARNABLE_POSITIVES:
         warnings.append(

@@ -20,7 +20,7 @@ from model.bounds import LARGEST
 from model.config import ModelConfig
 from model.inputs import Context, codes_fitting
 from weights.lab.training.columns import Columns, Growing, InMemory
-from weights.table_files import CODES, Table, filesystem_of, open_table, tables_of
+from weights.table_files import CODES, Table, has_directory, open_table, tables_of
 from weights.tables import Check, Place, TableError, column_of, rows_of_lists
 from weights.values import Problem, problem_of_actions, problem_of_codes, problem_of_dwells, problem_of_surfaces
 
@@ -102,8 +102,7 @@ class ServedContexts:
 
 def open_contexts(path: Path | str) -> Table | None:
     """The contexts of a log for reading in pieces; None if it has none. Raises TableError."""
-    filesystem, place = filesystem_of(path)
-    if filesystem.get_file_info(f"{place.rstrip('/')}/{CONTEXTS}").type is not pa.fs.FileType.Directory:
+    if not has_directory(path, CONTEXTS):
         return None
     kinds = {"context_id": pa.uint64(), "post_ids": pa.list_(pa.uint64()), "author_ids": pa.list_(pa.uint64())}
     return open_table(f"{str(path).rstrip('/')}/{CONTEXTS}", kinds)

@@ -22,7 +22,7 @@ from model.inputs import NO_CODES
 from weights.lab.training.contexts import ACTION_PREFIX, IMPRESSIONS, ServedContexts, open_contexts, read_contexts
 from weights.lab.training.texts import Texts
 from weights.progress import Update
-from weights.table_files import CODES, Table, filesystem_of, open_table, place_of
+from weights.table_files import CODES, Table, has_directory, open_table, place_of
 from weights.tables import (
     CHECKS,
     ID_TYPES,
@@ -258,11 +258,9 @@ def read_log(
 
 def open_log(path: Path | str, ids: IdKind = "uint64") -> Table:
     """Open the impressions of a log for reading in pieces. Raises TableError; HashesError for hashes of texts where `ids` are integers."""
-    filesystem, place = filesystem_of(path)
     inner = f"{str(path).rstrip('/')}/{IMPRESSIONS}"
-    is_pair = filesystem.get_file_info(f"{place.rstrip('/')}/{IMPRESSIONS}").type is pa.fs.FileType.Directory
     kinds = COLUMNS | OPTIONAL_COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids])
-    source = open_table(inner if is_pair else path, kinds, in_every_row=True)
+    source = open_table(inner if has_directory(path, IMPRESSIONS) else path, kinds, in_every_row=True)
     kind_of(source.schema, str(path), ids)
     return source
 

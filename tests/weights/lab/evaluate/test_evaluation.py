@@ -94,6 +94,20 @@ def test_a_log_in_which_every_user_is_nobody_is_judged(world: World, ranker: Ran
     write_evaluation(judged, tmp_path, "Title", "command")
 
 
+def test_nobody_and_unknown_authors_are_neither_known_nor_new(world: World, ranker: Ranker) -> None:
+    ids = {name: getattr(world.log, name).copy() for name in ("user_id", "author_id")}
+    is_nobody, is_unknown = world.log.request_id % 3 > 0, world.log.post_id % 2 > 0
+    ids["user_id"][is_nobody] = ids["author_id"][is_unknown] = 0
+    test = world.log.impression_ts >= WORLD.test_ts
+    groups = evaluate(ranker, replace(world.log, **ids), WORLD.test_ts, {"favorite": 1.0}, ablation_requests=10).groups
+    shares = {name: share for name, (share, _) in groups.items()}
+    assert shares["nobody"] == pytest.approx(is_nobody[test].mean())
+    assert shares["unknown authors"] == pytest.approx(is_unknown[test].mean())
+    for kind in ("users", "authors"):
+        of_kind = sum(shares.get(f"{word} {kind}", 0) for word in ("known", "new"))
+        assert of_kind == pytest.approx(1 - shares["nobody" if kind == "users" else "unknown authors"])
+
+
 def test_what_a_log_cannot_have_is_not_printed(world: World, ranker: Ranker, tmp_path: Path) -> None:
     """One post a request, no dwell, no world."""
     log = world.log.take(np.arange(0, len(world.log), WORLD.slots))

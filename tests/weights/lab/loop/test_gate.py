@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("duckdb")
 
 from tests.weights.call import run
+from tests.weights.lab.loop.nights import Nights
 from weights.lab.evaluate.metrics import Figure
 from weights.lab.loop.gate import (
     GateSettings,
@@ -20,8 +22,9 @@ from weights.lab.loop.gate import (
     check_model,
     check_night,
 )
-from weights.lab.loop.judge import ActionQuality, Judgement
+from weights.lab.loop.judge import ActionQuality, Judgement, judge
 from weights.lab.loop.night import Night
+from weights.lab.training.examples import Examples
 
 GOOD = Night(
     rankings=200, impressions=2000, positives=50, activity=0.7, expected_activity=1.0, returning_requests=100,
@@ -100,6 +103,32 @@ def test_a_worse_model_fails_by_name(name: str, changes: dict[str, Any]) -> None
     assert [check.name for check in check_model(JUDGED, GateSettings()) if not check.passed] == []
     checks = check_model(replace(JUDGED, **changes), GateSettings())
     assert [check.name for check in checks if not check.passed] == [name] * bool(name)
+
+
+def test_too_few_users_to_tell_is_said_in_words() -> None:
+    """No interval can be given of fewer than ten."""
+    some, nan = Figure(0.7, np.nan, np.nan), Figure(np.nan, np.nan, np.nan)
+    for order in ((some, some), (nan, nan)):
+        few = replace(JUDGED, users=9, order=order, lead=Figure(order[0].value - 0.7, np.nan, np.nan))
+        labels, order_check = check_labels(few, Usual(), GateSettings()), check_model(few, GateSettings())[-1]
+        for check in (labels, order_check):
+            assert not check.passed
+            assert check.sentence.startswith("9 held-out users are too few to tell: a turn needs 10 or more")
+
+
+def test_nobody_is_neither_a_new_nor_a_known_user(nights: Nights) -> None:
+    """Half of the requests are of nobody, before and after; all users who are held out are new."""
+    until_ts = nights.start_ts(2)
+    is_nobody, is_held_out = nights.log.request_id % 2 > 0, nights.log.impression_ts >= until_ts
+    users = np.where(is_nobody, 0, nights.log.user_id + 7_000 * is_held_out).astype(np.uint64)
+    examples = Examples(replace(nights.log, user_id=users), nights.examples.config)
+    requests = np.flatnonzero(examples.times >= until_ts)
+    count, actions = int(is_held_out.sum()), len(nights.log.action_names)
+    pair = np.random.default_rng(1).random((2, count, actions), np.float32)
+    of_users = judge(examples, requests, (pair[0], pair[1]), np.ones(actions, np.float32), until_ts).unseen["user"]
+    assert of_users.share == pytest.approx((~is_nobody)[is_held_out].mean())
+    assert not np.isnan(of_users.order[0].value)
+    assert np.isnan(of_users.order_of_others[0].value), "there are no others"
 
 
 def test_the_page_and_the_command_list_every_bound() -> None:

@@ -6,7 +6,11 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -28,9 +33,13 @@ from tests.weights.call import run
 from tests.weights.lab.joining_rows import T0, event, ranking, write_events, write_part
 from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
 from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.errors import CheckpointError
 from weights.fetch import point
-from weights.lab.loop.turn import CONTINUED
-from weights.lab.training.log import read_log
+from weights.format.writer import alone_in
+from weights.lab.joining.join import JoinSettings
+from weights.lab.loop.gate import GateSettings
+from weights.lab.loop.turn import CONTINUED, Paths, TurnSettings, refresh
+from weights.lab.training.log import date_of, read_log
 from weights.served import ServedRanking, read_part
 
 STEPS = ("Joining.", "Training.", "Judging.", "Decided.")
@@ -229,6 +238,125 @@ def test_a_link_that_somebody_else_has_set_is_gone_back_to(loop: Loop, tmp_path:
     assert loop.version() == published
 
 
+def relabelled(loop: Loop) -> str:
+    """A checkpoint like the first one with another name and version, beside the link; what the link is to name."""
+    shutil.copytree(loop.nights.checkpoint, loop.root / "mended")
+    assert run("relabel", loop.root / "mended", "--name", "mended", "--score-weights", "favorite=2")[0] == 0
+    return "mended"
+
+
+def test_a_link_that_is_set_during_a_turn_stays(loop: Loop) -> None:
+    """The new model was not judged against what somebody has set."""
+    mended = relabelled(loop)
+    loop.night(0)
+
+    def set_link(line: str) -> None:
+        if line == "Judging.":
+            point(loop.link, mended)
+
+    paths = Paths(loop.root / "served", str(loop.root / "events"), loop.link, loop.turns)
+    until_ts = loop.nights.start_ts(1) + 3600
+    settings = TurnSettings(
+        JoinSettings(window_seconds=3600, until_ts=until_ts),
+        GateSettings(min_rankings=100, min_lead=-1.0, max_entropy_loss=9.0, max_calibration_loss=9.0),
+        training={"batch_contexts": 16, "epochs": 0.2},
+    )
+    served = load_checkpoint(loop.link).manifest.digest
+    with pytest.raises(CheckpointError) as refused:
+        refresh(paths, settings, set_link)
+    manifest = load_checkpoint(loop.link).manifest
+    for words in (f"names mended {manifest.version}", manifest.digest[:12], served[:12], "run refresh again"):
+        assert words in str(refused.value)
+    assert os.readlink(loop.link) == mended
+    assert loop.names("turns") == loop.names("log") == loop.names("checkpoints") == []
+    result = refresh(paths, settings)
+    assert result.decision == "published", result
+    assert load_checkpoint(loop.link).manifest.name == "mended"
+    assert loop.back()[0] == 0
+    assert os.readlink(loop.link) == mended
+
+
+def as_if_killed_before_the_switch(loop: Loop, target: str) -> str:
+    """The state as it is when it says what the link is to name, which does not name it yet but `target`; the version that is pending."""
+    pending = loop.version()
+    state = json.loads((loop.turns / "state.json").read_text())
+    state |= {"pending": os.readlink(loop.link), "serving": load_checkpoint(loop.nights.checkpoint).manifest.digest}
+    (loop.turns / "state.json").write_text(json.dumps(state))
+    point(loop.link, target)
+    return pending
+
+
+def test_a_link_that_is_set_after_a_killed_turn_stays(loop: Loop) -> None:
+    mended = relabelled(loop)
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    as_if_killed_before_the_switch(loop, mended)
+    code, said = loop.refresh()
+    assert (code, said.count("\n"), "names mended" in said) == (1, 1, True), said
+    assert os.readlink(loop.link) == mended
+    code, said = loop.refresh()
+    assert (code, "Nothing new" in said, os.readlink(loop.link)) == (0, True, mended), said
+
+
+def test_a_link_that_is_set_after_a_decision_stays(loop: Loop) -> None:
+    """As if the turn was killed between the decision and the state."""
+    mended = relabelled(loop)
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    point(loop.link, mended)
+    (loop.turns / "state.json").unlink()
+    code, said = loop.refresh()
+    assert (code, said.count("\n"), "names mended" in said) == (1, 1, True), said
+    assert os.readlink(loop.link) == mended
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, "Joining." in said, os.readlink(loop.link)) == (3, True, mended), said
+
+
+def test_an_outcome_of_an_earlier_version_is_carried_out(loop: Loop) -> None:
+    """It does not say which checkpoint was judged against."""
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    published = loop.version()
+    path = loop.turns / "turns/00001/outcome.json"
+    outcome = json.loads(path.read_text())
+    del outcome["serving"]
+    path.write_text(json.dumps(outcome))
+    point(loop.link, str(loop.nights.checkpoint))
+    (loop.turns / "state.json").unlink()
+    assert loop.refresh()[0] == 0
+    assert loop.version() == published
+
+
+def test_a_switch_that_was_interrupted_is_made_and_told(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    unfinished = loop.root / ".current.0123abcd"
+    unfinished.symlink_to(os.readlink(loop.link))
+    other = loop.root / ".current.4567abcd"
+    other.symlink_to("of-somebody-else")
+    pending = as_if_killed_before_the_switch(loop, str(loop.nights.checkpoint))
+    code, said = loop.refresh()
+    told = f"{loop.link} names version {pending} now: a run was interrupted when it switched it."
+    assert (code, told in said, "Nothing new" in said) == (0, True, True), said
+    assert loop.version() == pending
+    assert (unfinished.is_symlink(), other.is_symlink()) == (False, True)
+
+
+def test_back_names_a_version_that_was_changed_in_place(loop: Loop) -> None:
+    point(loop.link, relabelled(loop))
+    for day in (0, 1):
+        loop.night(day)
+        assert loop.refresh("--bound", "min_activity=0", "--bound", "min_lead=-1", "--bound", "min_order=0")[0] == 0
+    assert loop.back()[0] == 0
+    assert run("relabel", loop.link.resolve(), "--name", "small", "--score-weights", "favorite=3")[0] == 0
+    loop.night(2)
+    assert loop.refresh("--bound", "min_activity=0", "--bound", "min_lead=-1", "--bound", "min_order=0")[0] == 0
+    code, said = loop.back()
+    assert (code, f"names version {loop.version()} again" in said) == (0, True), said
+    state = json.loads((loop.turns / "state.json").read_text())
+    assert state["versions"][-1]["version"] == loop.version()
+
+
 def killed_at(command: Sequence[str], line: str) -> tuple[int | None, str]:
     """Run a command in a process of its own and kill it when it prints this line; its exit code and what it printed until then."""
     multiprocessing.set_forkserver_preload(["weights.lab.loop.turn", "weights.command_line", "sklearn.metrics"])
@@ -290,6 +418,82 @@ def test_a_decision_that_was_not_carried_out_is_carried_out(loop: Loop) -> None:
     assert loop.version() == published
     assert loop.back()[0] == 0
     assert os.readlink(loop.link) == first
+
+
+def rows_of_user(loop: Loop, user: int) -> dict[str, int]:
+    """How many impressions of a user each joined night holds."""
+    return {
+        name: int((pq.read_table(loop.turns / "log" / name / "impressions")["user_id"].to_numpy() == user).sum())
+        for name in loop.names("log")
+    }
+
+
+def busiest_in(impressions: pa.Table) -> int:
+    users, counts = np.unique(impressions["user_id"].to_numpy(), return_counts=True)
+    return int(users[counts.argmax()])
+
+
+def forget(loop: Loop, user: int) -> tuple[int, str]:
+    return run("served", "forget", loop.root / "served", "--user", str(user), "--loop", loop.turns)
+
+
+def test_a_user_is_removed_from_the_joined_nights(loop: Loop) -> None:
+    for day in (0, 1):
+        loop.night(day)
+        assert loop.refresh("--bound", "min_lead=-1")[0] == 0
+    impressions = [pq.read_table(loop.turns / f"log/0000{night}/impressions") for night in (1, 2)]
+    contexts = [pq.read_table(loop.turns / f"log/0000{night}/contexts") for night in (1, 2)]
+    user = busiest_in(pa.concat_tables(impressions))
+    others = [table.filter(pc.field("user_id") != user) for table in impressions]
+    theirs = [
+        table.filter(pc.is_in(table["context_id"], pc.unique(of_others["context_id"])))
+        for table, of_others in zip(contexts, others, strict=True)
+    ]
+    gone = [
+        sum(map(len, before)) - sum(map(len, after)) for before, after in ((impressions, others), (contexts, theirs))
+    ]
+    assert min(gone) > 0
+    code, said = forget(loop, user)
+    told = f"{loop.turns}: {gone[0]} impressions and {gone[1]} contexts removed from 2 joined nights"
+    assert (code, told in said) == (0, True), said
+    for place, night in enumerate(("00001", "00002")):
+        assert pq.read_table(loop.turns / "log" / night / "impressions").equals(others[place])
+        assert pq.read_table(loop.turns / "log" / night / "contexts").equals(theirs[place])
+    assert "0 impressions and 0 contexts removed from 0 joined nights" in forget(loop, user)[1]
+    version = loop.version()
+    loop.night(2)
+    code, said = loop.refresh("--bound", "min_lead=-1")
+    assert (code, loop.version() != version) == (0, True), said
+    assert not [*loop.turns.rglob("*.forget")]
+
+
+@pytest.mark.slow
+def test_a_killed_turn_joins_again_without_a_forgotten_user(loop: Loop) -> None:
+    loop.night(0)
+    assert killed_at(loop.command(), "Training.")[0] == -signal.SIGKILL
+    user = busiest_in(pq.read_table(loop.turns / "log/00001/impressions"))
+    code, said = forget(loop, user)
+    assert (code, "turn 00001 was not finished: it begins again by joining" in said) == (0, True), said
+    assert loop.names("log") == loop.names("turns") == loop.names("checkpoints") == []
+    code, said = loop.refresh("--bound", "min_lead=-1")
+    assert (code, "Joining." in said) == (0, True), said
+    assert rows_of_user(loop, user) == {"00001": 0}
+
+
+def test_a_turn_that_runs_is_waited_for_by_forget(loop: Loop) -> None:
+    """Not by reading beside it, which would leave what it has joined."""
+    (loop.turns / "turns").mkdir(parents=True)
+    (loop.root / "served").mkdir()
+    command = [sys.executable, "-m", "weights", "served", "forget", str(loop.root / "served"), "--user", "1"]
+    with alone_in(loop.turns):
+        other = subprocess.Popen([*command, "--loop", str(loop.turns)], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        lines = [other.stdout.readline(), other.stdout.readline()]
+        assert "is in use by a turn: its nights are read when that ends" in lines[1]
+        assert other.poll() is None
+    assert "0 impressions" in other.communicate()[0]
+    code, said = run("served", "forget", loop.root / "served", "--user", "1", "--loop", loop.root)
+    assert (code, "holds no nightly turns: give the --out of refresh" in said) == (1, True), said
 
 
 def test_a_turn_beside_another_says_so(loop: Loop) -> None:
@@ -377,19 +581,21 @@ def moved_to(loop: Loop, actions: tuple[str, ...], **config: int) -> None:
     point(loop.link, str(loop.root / "other"))
 
 
+def with_one_more_action(row: ServedRanking, names: tuple[str, ...]) -> ServedRanking:
+    """The ranking by a model with these actions, one more than the row's."""
+    actions = np.pad(row.context.actions, ((0, 0), (0, 1)))
+    return structs.replace(
+        row, action_names=names, weights=np.ones(len(names)), context=replace(row.context, actions=actions)
+    )
+
+
 def test_nights_of_other_actions_are_left_out_and_told(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh()[0] == 0
     names = (*load_checkpoint(loop.link).manifest.action_names, "bookmark")
     moved_to(loop, names)
 
-    def of_moved(row: ServedRanking) -> ServedRanking:
-        actions = np.pad(row.context.actions, ((0, 0), (0, 1)))
-        return structs.replace(
-            row, action_names=names, weights=np.ones(len(names)), context=replace(row.context, actions=actions)
-        )
-
-    loop.night(1, {"change": of_moved})
+    loop.night(1, {"change": lambda row: with_one_more_action(row, names)})
     code, said = loop.refresh("--bound", "min_activity=0")
     told = "1 earlier nights are left out of the training: the model that serves has other actions (00001)"
     assert (code in (0, 3), told in said) == (True, True), said
@@ -440,6 +646,57 @@ def test_rankings_of_parts_that_come_late_are_told(loop: Loop) -> None:
     assert loop.figures(2)["join"]["late_rankings"] == 40
     code, said = loop.refresh(*bound)
     assert (code, "WARNING" in said) == (0, False), said
+
+
+def warned_of(said: str) -> int:
+    """Of how many rankings in late parts a turn warns."""
+    found = re.search(r"WARNING: (\d+) rankings are in parts that came after their night", said)
+    return int(found[1]) if found else 0
+
+
+def test_only_rankings_of_parts_not_read_before_are_late(loop: Loop) -> None:
+    """Not those of a copy; a user who is removed meanwhile does not make them fewer."""
+    loop.night(0)
+    (part,) = (loop.root / "served").glob("*/*.parquet")
+    rows, late = [*read_part(part)], part.with_name("late.parquet")
+    write_rows(part, rows[:-40])
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+    state = json.loads((loop.turns / "state.json").read_text())
+    assert state["done"]["parts"] == {f"{part.parent.name}/part.parquet": len(rows) - 40}
+    for name in ("outcome.json", "figures.json"):
+        assert part.name not in (loop.turns / "turns/00001" / name).read_text(), "the state alone has the names"
+    copy = part.with_name("copy.parquet")
+    shutil.copy(part, copy)
+    assert warned_of(loop.refresh(*BEFORE_TRAINING)[1]) == 0
+    copy.unlink()
+    users = {row.context.user_id for row in rows[-40:]}
+    gone = next(row.context.user_id for row in rows if row.context.user_id not in users)
+    assert run("served", "forget", loop.root / "served", "--user", gone)[0] == 0
+    write_rows(late, rows[-40:])
+    assert warned_of(loop.refresh(*BEFORE_TRAINING)[1]) == 40
+    del state["done"]["parts"]
+    (loop.turns / "state.json").write_text(json.dumps(state))
+    assert warned_of(loop.refresh(*BEFORE_TRAINING)[1]) == 0, "an earlier version has not kept the names"
+
+
+def test_rankings_of_another_model_are_not_late(loop: Loop) -> None:
+    """A model with other actions served for some hours, and took the turn after them."""
+    loop.night(0)
+    assert loop.refresh(*BEFORE_TRAINING)[0] == 3
+    names = (*load_checkpoint(loop.link).manifest.action_names, "bookmark")
+    moved_to(loop, names)
+    loop.night(1)
+    part = loop.root / f"served/date={date_of(loop.nights.start_ts(1))}/part.parquet"
+    rows = [*read_part(part)]
+    write_rows(part, rows[:-60])
+    write_rows(part.with_name("other.parquet"), [with_one_more_action(row, names) for row in rows[-60:]])
+    bounds = ("--bound", "min_rankings=50", "--bound", "min_positives=1")
+    code, said = loop.refresh(*BEFORE_TRAINING, *bounds)
+    assert (code, "of another model" in said) == (3, True), said
+    point(loop.link, str(loop.nights.checkpoint))
+    loop.night(2)
+    code, said = loop.refresh(*BEFORE_TRAINING)
+    assert (code, warned_of(said)) == (3, 0), said
 
 
 def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:

@@ -169,6 +169,20 @@ def test_a_log_of_too_few_positives_or_users_is_warned_of(log: Log) -> None:
     assert "only 4 users to train on" in decided(plan(four), "TOO FEW")
 
 
+def test_nobody_is_not_counted_among_the_users(log: Log) -> None:
+    """Nor an unknown author among the authors."""
+    four = np.unique(log.user_id)[:4]
+    users = np.where(np.isin(log.user_id, four), log.user_id, 0).astype(np.uint64)
+    authors = np.where(log.author_id == log.author_id[0], log.author_id, 0).astype(np.uint64)
+    made = plan(replace(log, user_id=users, author_id=authors))
+    assert "only 4 users to train on" in decided(made, "TOO FEW")
+    assert "to train on: 4 users" in decided(made, "tables of")
+    assert decided(made, "tables of").count(" 1 authors") == 1
+    cut = int(0.8 * len(log))
+    strangers = np.where((np.arange(len(log)) >= cut) & (users != 0), users + 7_000, users).astype(np.uint64)
+    assert new_shares(replace(log, user_id=strangers))["user"] == 1
+
+
 def test_the_plan_says_how_many_positives_it_validates_on(log: Log) -> None:
     made = plan(with_actions(log, like=0.1))
     assert re.search(r"\d+ times like in \d+ requests", decided(made, "validate on"))

@@ -118,6 +118,7 @@ def test_every_form_gives_the_same_log(form: str, table: pa.Table, plain: Log, t
     path = FORMS[form](table, tmp_path)
     assert_equal(read_log(path), plain)
     assert_equal(read_log(path, cache=tmp_path / "cache"), plain)
+    assert_equal(read_log(f"file://{path}"), plain)
 
 
 def test_a_log_is_read_from_an_address(table: pa.Table, plain: Log, tmp_path: Path) -> None:
