@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.config import CandidatePositions, HashSpec, ModelConfig
-from model.inputs import Candidates, Context, codes_as_read
+from model.inputs import Candidates, Context, counted, token_codes
 
 Length = TypeVar("Length", int, NDArray[np.int64])
 
@@ -24,8 +24,8 @@ class Batch:
 
     user_rows int64 `[B, n]`; history_post_rows, history_author_rows int64 `[B, H, n]`; history_actions float32 `[B, H, A]`;
     history_surfaces int64 `[B, H]`; history_dwell_seconds float32 `[B, H]`; candidate_post_rows, candidate_author_rows
-    int64 `[B, C, n]`; candidate_surfaces, candidate_age_buckets int64 `[B, C]`; history_codes int64 `[B, H, Q]`, candidate_codes int64
-    `[B, C, Q]`; positions int64 `[B, 1 + H + C]`.
+    int64 `[B, C, n]`; candidate_surfaces, candidate_age_buckets int64 `[B, C]`; history_codes int64 `[B, H, L]`, candidate_codes int64
+    `[B, C, L]`, the codes and counts of `token_codes`; positions int64 `[B, 1 + H + C]`.
     H and C are those of the longest request.
     """
 
@@ -54,7 +54,8 @@ def collate(
     candidate_positions: CandidatePositions = "shared",
 ) -> Batch:
     """Hash requests, and pad each to the longest."""
-    contexts, lists = [context for context, _ in requests], [candidates for _, candidates in requests]
+    contexts = [context for context, _ in requests]
+    lists = [counted(context, candidates, config) for context, candidates in requests]
     history = max(map(len, contexts))
     slots = max(map(len, lists))
     positions = [
@@ -78,12 +79,12 @@ def collate(
         history_actions=column(contexts, history, lambda c: c.actions),
         history_surfaces=column(contexts, history, lambda c: c.surfaces),
         history_dwell_seconds=column(contexts, history, lambda c: c.dwell_seconds),
-        history_codes=column(contexts, history, lambda c: codes_as_read(c.codes, config)),
+        history_codes=column(contexts, history, lambda c: token_codes(c.codes, config)),
         candidate_post_rows=column(lists, slots, lambda c: hash_rows(c.post_ids, config.post_hashes)),
         candidate_author_rows=column(lists, slots, lambda c: hash_rows(c.author_ids, config.author_hashes)),
         candidate_surfaces=column(lists, slots, lambda c: c.surfaces),
         candidate_age_buckets=column(lists, slots, lambda c: c.age_buckets),
-        candidate_codes=column(lists, slots, lambda c: codes_as_read(c.codes, config)),
+        candidate_codes=column(lists, slots, lambda c: token_codes(c.codes, config)),
         positions=torch.from_numpy(np.stack(positions).astype(np.int64)),
     )
 

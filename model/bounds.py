@@ -74,6 +74,10 @@ def check_architecture(config: Any) -> None:
         f"code_levels ({levels}) and code_values ({values}) must both be 0 or both be positive",
     )
     _require(
+        config.history_counts in (False, True),
+        f"history_counts must be true or false, got {config.history_counts!r:.64}",
+    )
+    _require(
         config.query_heads % config.kv_heads == 0,
         f"query_heads ({config.query_heads}) must be a multiple of kv_heads ({config.kv_heads})",
     )

@@ -29,7 +29,9 @@ TRUNK_OPTIONS = (
     "norm", "sandwich", "positions", "activation", "gated", "biases", "explicit_ffn_width", "input_scale",
     "max_post_age_minutes",
 )  # fmt: skip
-CODE_OPTIONS = ("code_levels", "code_values")
+CODE_OPTIONS = ("code_levels", "code_values", "history_counts")
+HISTORY_COUNTS = 3  # of a candidate: events of its author, of its post, and all; then of its code of each level
+MOST_COUNTED = 15  # the largest of them, see `history_counts` of `model.inputs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class ModelConfig:
     input_scale: float = 1.0  # of the tokens, before the first layer
     code_levels: int = 0  # Q, content codes of a post; 0: the model reads none
     code_values: int = 0  # of a level: codes are 1 … code_values, and 0 means none
+    history_counts: bool = False  # a candidate is told how often the history has its author, its post and its codes
 
     def __post_init__(self) -> None:
         check_architecture(self)
@@ -119,12 +122,27 @@ class ModelConfig:
         return self.context_attention == "causal" and not self.right_anchored
 
     @property
+    def token_levels(self) -> int:
+        """Levels of small integers that a token is made of: the content codes, then the counts of the history."""
+        return self.code_levels + self.counts
+
+    @property
+    def counts(self) -> int:
+        """How many counts of the history a candidate is told, 0 if the model reads none."""
+        return (HISTORY_COUNTS + self.code_levels) * self.history_counts
+
+    @property
+    def token_values(self) -> int:
+        """The largest integer of any level."""
+        return max(self.code_values, MOST_COUNTED * self.history_counts)
+
+    @property
     def code_rows(self) -> int:
-        """Rows of the table of content codes: those of the first level, then those of the second …"""
-        return self.code_levels * self.code_values
+        """Rows of the table of all levels: those of the first level, then those of the second …"""
+        return self.token_levels * self.token_values
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse. Options of the trunk and of the codes are left out at their defaults."""
+        """Plain JSON values; `from_dict` is the inverse. Options of the trunk, the codes and the counts are left out at their defaults."""
         defaults = {field.name: field.default for field in fields(self) if field.name in TRUNK_OPTIONS + CODE_OPTIONS}
         return {name: value for name, value in asdict(self).items() if name not in defaults or value != defaults[name]}
 
@@ -150,3 +168,5 @@ class RetrievalConfig(ModelConfig):
         ModelConfig.__post_init__(self)
         if self.has_dwell or self.has_post_age or self.continuous_actions or self.context_attention != "causal":
             raise ConfigError("a retrieval model has neither dwell, post age nor continuous actions, and is causal")
+        if self.history_counts:
+            raise ConfigError("a retrieval model counts nothing of a history: its posts are encoded without one")

@@ -5,7 +5,8 @@ Treat these values as immutable. They are not `frozen`: every request makes some
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,6 +234,59 @@ def codes_as_read(codes: Int64s, config: ModelConfig) -> Int64s:
     if codes.shape[1] == config.code_levels:
         return codes
     return np.zeros((len(codes), config.code_levels), np.int64)
+
+
+def token_codes(codes: Int64s, config: ModelConfig) -> Int64s:
+    """All small integers that the tokens of these posts are made of, int64 `[n, L]`: content codes, and counts of the history. Where
+    counts are missing, as for the events of a history, they are 0."""
+    if codes.shape[1] == config.token_levels:
+        return codes
+    whole = np.zeros((len(codes), config.token_levels), np.int64)
+    whole[:, : config.code_levels] = codes_as_read(codes, config)
+    return whole
+
+
+COUNT_EDGES = np.array([1, 2, 3, 4, 5, 6, 7, 9, 11, 14, 18, 23, 30, 40, 55])
+"""Where the counts of a history begin that the model sees as 1, 2, … 15. Exact while they are small, then in steps of about a quarter."""
+
+
+def history_counts(context: Context, candidates: Candidates, config: ModelConfig, seen: Int64s | None = None) -> Int64s:
+    """How much of the history concerns each candidate, int64 `[C, 3 + Q]` in 0 … 15, see `COUNT_EDGES`: events of its author, events of
+    its post, all events, and for each level events with its content code. A history is read through attention, which averages; averages
+    do not tell three events from thirty.
+
+    Padding is not counted, and nothing is of author, post or code 0. `seen` int64 `[C]`: of how many events, the oldest ones, a candidate
+    knows; None: of all. A candidate's counts depend on no other candidate.
+    """
+    pairs: list[tuple[NDArray[Any], NDArray[Any]]] = [
+        (candidates.author_ids, context.author_ids), (candidates.post_ids, context.post_ids),
+        *zip(codes_as_read(candidates.codes, config).T, codes_as_read(context.codes, config).T, strict=True),
+    ]  # fmt: skip
+    present = context.post_ids != 0
+    if seen is None:
+        author, post, *codes = [_occurrences(values, np.sort(events[present])) for values, events in pairs]
+        length = np.full(len(candidates), np.count_nonzero(present))
+    else:
+        known = present & (np.arange(len(context)) < seen[:, None])
+        author, post, *codes = [
+            ((values[:, None] == events) & (events != 0) & known).sum(1) for values, events in pairs
+        ]
+        length = known.sum(1)
+    return COUNT_EDGES.searchsorted(np.stack((author, post, length, *codes), 1), side="right")
+
+
+def _occurrences(values: NDArray[Any], ordered: NDArray[Any]) -> NDArray[np.intp]:
+    """How often each value is in `ordered`, which is sorted; 0 for value 0."""
+    found = ordered.searchsorted(values, side="right") - ordered.searchsorted(values, side="left")
+    return np.where(values == 0, 0, found)
+
+
+def counted(context: Context, candidates: Candidates, config: ModelConfig) -> Candidates:
+    """The candidates with the counts of this history beside their content codes, `[C, L]`, if the model reads any; else as they are."""
+    if not config.history_counts or candidates.codes.shape[1] == config.token_levels:
+        return candidates
+    counts = history_counts(context, candidates, config)
+    return replace(candidates, codes=np.hstack((codes_as_read(candidates.codes, config), counts)))
 
 
 def codes_fitting(codes: Int64s, count: int, config: ModelConfig) -> Int64s:

@@ -62,12 +62,13 @@ def _entities(config: ModelConfig) -> dict[str, int]:
 
 
 def _codes(config: ModelConfig) -> dict[str, int]:
-    return {"codes": config.width} if config.code_levels else {}
+    return {"codes": config.width} if config.token_levels else {}
 
 
 def code_embeddings(codes: Tensor, table: Tensor, config: ModelConfig) -> Tensor:
-    """The sum of one embedding a level, `[..., D]`, for codes int64 `[..., Q]` and a table `[Q · code_values, D]`. Code 0 adds nothing."""
-    firsts = torch.arange(config.code_levels, device=codes.device) * config.code_values
+    """The sum of one embedding a level, `[..., D]`, for codes int64 `[..., L]` and a table `[L · V, D]`, with L and V the model's
+    `token_levels` and `token_values`. Code 0 adds nothing."""
+    firsts = torch.arange(config.token_levels, device=codes.device) * config.token_values
     embedded = functional.embedding((codes + firsts - 1).clamp_min(0), table)
     return torch.where(codes[..., None] == 0, 0.0, embedded).sum(-2)
 
@@ -95,7 +96,7 @@ class TokenBuilder(nn.Module):
         if config.has_dwell:
             self.dwell_input = zeros(1, DWELL_HIDDEN_WIDTH)
             self.dwell_output = zeros(DWELL_HIDDEN_WIDTH, width)
-        if config.code_levels:
+        if config.token_levels:
             self.code_table = zeros(config.code_rows, width)
 
     def block_user_reduce(self, tables: EmbeddingTables, batch: Batch) -> Tensor:
@@ -112,7 +113,7 @@ class TokenBuilder(nn.Module):
         }
         if self.config.has_dwell:
             features["dwell"] = self._dwell_embeddings(batch.history_dwell_seconds)
-        if self.config.code_levels:
+        if self.config.token_levels:
             features["codes"] = code_embeddings(batch.history_codes, self.code_table, self.config)
         return torch.cat([features[name] for name in history_features(self.config)], -1) @ self.history_projection
 
@@ -125,7 +126,7 @@ class TokenBuilder(nn.Module):
         }
         if self.config.has_post_age:
             features["post_age"] = functional.embedding(batch.candidate_age_buckets, self.post_age_table)
-        if self.config.code_levels:
+        if self.config.token_levels:
             features["codes"] = code_embeddings(batch.candidate_codes, self.code_table, self.config)
         return torch.cat([features[name] for name in candidate_features(self.config)], -1) @ self.candidate_projection
 

@@ -77,5 +77,10 @@ def random_codes(config: ModelConfig, count: int, generator: np.random.Generator
 
 
 def random_request(config: ModelConfig, history: int, candidates: int, seed: int = 0) -> tuple[Context, Candidates]:
-    """One request: its context and its candidates."""
-    return random_context(config, history, seed), random_candidates(config, candidates, seed)
+    """One request: its context and its candidates. Where the model counts them, some have the author of an event, or are its post."""
+    context, drawn = random_context(config, history, seed), random_candidates(config, candidates, seed)
+    if config.history_counts and history:
+        context.author_ids[:] = context.author_ids[np.arange(history) // 2]
+        for ids, events, every in ((drawn.author_ids, context.author_ids, 2), (drawn.post_ids, context.post_ids, 3)):
+            ids[::every] = np.resize(events, len(ids[::every]))
+    return context, drawn

@@ -16,7 +16,7 @@ from model.batch import history_start
 from model.cache import ContextCache, ContextKey, Entry
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
-from model.inputs import Context, Scores, codes_as_read
+from model.inputs import Context, Scores, counted, token_codes
 from model.layers import dtype_name
 from model.memory import usable_threads
 from model.native.build import KernelUnavailable, Vectors
@@ -188,7 +188,7 @@ class _Plan:
             jobs.append(CANDIDATE_JOB(count, rows, slot, keys.rows, keys.blocks, context, keys.address))
             self.results.append(lookup)
             rows += count
-        lists = [item.candidates for item in items]
+        lists = [counted(item.context, item.candidates, engine.config) for item in items]
         actions, continuous = engine.config.actions, engine.config.continuous_actions
         size = rows * actions
         whole = np.empty(2 * size + rows * continuous, np.float32)
@@ -203,7 +203,7 @@ class _Plan:
             b"".join([candidates.author_ids.tobytes() for candidates in lists]),
             b"".join([candidates.surfaces.tobytes() for candidates in lists]),
             b"".join([candidates.age_buckets.tobytes() for candidates in lists]),
-            b"".join([codes_as_read(candidates.codes, engine.config).tobytes() for candidates in lists]),
+            b"".join([token_codes(candidates.codes, engine.config).tobytes() for candidates in lists]),
         )
         self.arguments = arguments_of(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
 
@@ -253,7 +253,7 @@ class ContextRows:
         items = present[max(start - has_user, 0) :] + self._first_position
         positions = np.concatenate(([0] * self._with_user, items)).astype(np.int64)
         columns = (context.post_ids, context.author_ids, context.surfaces, context.actions, context.dwell_seconds,
-                   codes_as_read(context.codes, config))  # fmt: skip
+                   token_codes(context.codes, config))  # fmt: skip
         self.arrays = [positions, *(np.ascontiguousarray(column) for column in columns)]
 
     @property

@@ -14,7 +14,7 @@ from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.device import free_memory, losses_of
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
-from model.inputs import Candidates, Context, Scores
+from model.inputs import Candidates, Context, Scores, counted
 from model.layers import dtype_name
 from model.ranker import Ranker
 from model.selftest import check_isolation
@@ -201,7 +201,7 @@ class SplitEngine:
         results: list[Lookup] = []
         for number, item in enumerate(items):
             context, lookup = self._context_of(item, computed)
-            works.append((context, number, item.candidates, lookup[0]))
+            works.append((context, number, counted(item.context, item.candidates, self.config), lookup[0]))
             results.append(lookup)
         return works, results
 

@@ -175,7 +175,7 @@ def plan_steps(
 class HostArrays:
     """What describes a step, in numpy, by the names of `COUNTS`, `TILE`, `STATE` and `ROW`.
 
-    counts `[1]`; tiles and states `[X]`, X = `tile_slots`; rows `[R]`; codes int32 `[R, Q]` of candidates and history items; history
+    counts `[1]`; tiles and states `[X]`, X = `tile_slots`; rows `[R]`; codes int32 `[R, L]` of candidates and history items; history
     float32 `[R, A + 1]`: the actions and the dwell seconds of history items.
     """
 
@@ -232,7 +232,7 @@ def step_bytes(config: ModelConfig, capacity: int) -> int:
 def _sizes(config: ModelConfig, capacity: int) -> list[int]:
     slots = tile_slots(capacity)
     records = [COUNTS.itemsize, slots * TILE.itemsize, slots * STATE.itemsize, capacity * ROW.itemsize]
-    return [*records, 4 * capacity * config.code_levels, 4 * capacity * (config.actions + 1)]
+    return [*records, 4 * capacity * config.token_levels, 4 * capacity * (config.actions + 1)]
 
 
 def device_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> DeviceArrays:
@@ -244,7 +244,7 @@ def device_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> DeviceA
         tiles.view(-1, words(TILE)),
         states.view(-1, words(STATE)),
         rows.view(-1, words(ROW)),
-        codes.view(torch.int32).view(capacity, config.code_levels),
+        codes.view(torch.int32).view(capacity, config.token_levels),
         history.view(torch.float32).view(capacity, config.actions + 1),
     )
 
@@ -260,7 +260,7 @@ def host_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> HostArray
         tiles,
         states,
         rows,
-        codes.view(np.int32).reshape(capacity, config.code_levels),
+        codes.view(np.int32).reshape(capacity, config.token_levels),
         history.view(np.float32).reshape(capacity, config.actions + 1),
     )
 
@@ -270,8 +270,8 @@ def used_bytes(host: HostArrays, config: ModelConfig, capacity: int) -> list[sli
     sizes = _sizes(config, capacity)
     first_row, codes, history = sum(sizes[:3]), sum(sizes[:4]), sum(sizes[:5])
     used = [slice(0, first_row + ROW.itemsize * host.count("rows"))]
-    if config.code_levels and (posts := host.count("first_user")):
-        used.append(slice(codes, codes + 4 * config.code_levels * posts))
+    if config.token_levels and (posts := host.count("first_user")):
+        used.append(slice(codes, codes + 4 * config.token_levels * posts))
     if items := host.count("first_user") - host.count("candidates"):
         used.append(slice(history, history + 4 * (config.actions + 1) * items))
     return used

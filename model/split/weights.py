@@ -58,7 +58,7 @@ class TokenWeights:
     projection `[Σ inputs, D]`, one kind after another; `inputs` says how many rows each has: a candidate's E·D, a history item's
     E·D and those of actions `2a − 1` (zeros where none is set) and dwell `gelu(clip(s, 0, 30) / 30 · dwell_input)`, up to a
     multiple of `INPUT_ROWS` with zeros; a user's U·D. fp32: surfaces `[2, surfaces, D]`, candidate and history; ages
-    `[buckets, D]`; codes `[2, Q · code_values, D]`, as surfaces; dwell_input `[64]`. Zeros where the checkpoint has none.
+    `[buckets, D]`; codes `[2, L · V, D]`, as surfaces; dwell_input `[64]`. Zeros where the checkpoint has none.
     """
 
     projection: Tensor
@@ -173,7 +173,7 @@ def _tokens(tokens: TokenBuilder, config: ModelConfig, device: torch.device, dty
     small = [tokens.action_projection.detach().double() @ history["actions"]]
     ages, dwell_input = torch.zeros(1, config.width), torch.zeros(DWELL_HIDDEN_WIDTH)
     codes = torch.zeros(2, 1, config.width)
-    if config.code_levels:
+    if config.token_levels:
         table = tokens.code_table.detach().double()
         codes = torch.stack((table @ candidate["codes"], table @ history["codes"]))
     if config.has_post_age:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.batch import history_start, slot_period, slot_positions
 from model.config import CandidatePositions, ModelConfig
-from model.inputs import codes_as_read
+from model.inputs import token_codes
 from model.split.step import TILE, TILE_ROWS, CandidateWork, ContextState, ContextWork, HostArrays, StepPlan
 
 Integers = NDArray[np.int64]
@@ -71,8 +71,8 @@ class StepWriter:
         _join([candidates.surfaces for candidates in lists], rows["surface"])
         if config.has_post_age:
             _join([candidates.age_buckets for candidates in lists], rows["age"])
-        if config.code_levels:
-            _join([codes_as_read(candidates.codes, config) for candidates in lists], arrays.codes[: len(rows)])
+        if config.token_levels:
+            _join([token_codes(candidates.codes, config) for candidates in lists], arrays.codes[: len(rows)])
         rows["place"] = -1
         return np.stack((counts, [requests[id(work.state)] for work in works], np.full_like(counts, -1)))
 
@@ -102,8 +102,8 @@ class StepWriter:
         places = _counting(lengths - cached_lengths, history_start(lengths, self.config) + cached_lengths)
         rows["position"] = places if pick is None else places[pick]
         _join(columns([context.surfaces for context in contexts]), rows["surface"], pick)
-        if self.config.code_levels:
-            codes = [codes_as_read(context.codes, self.config) for context in contexts]
+        if self.config.token_levels:
+            codes = [token_codes(context.codes, self.config) for context in contexts]
             _join(columns(codes), arrays.codes[row : row + total], pick)
         _join(columns([context.actions for context in contexts]), history[:, :-1], pick)
         _join(columns([context.dwell_seconds for context in contexts]), history[:, -1], pick)

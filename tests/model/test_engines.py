@@ -71,6 +71,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "may": {},
     "january": {"has_dwell": False, "has_post_age": False, "continuous_actions": 0, "code_levels": 0, "code_values": 0},
     "six levels of codes": {"has_dwell": False, "code_levels": 6, "code_values": 256},
+    "counts of the history": {"code_levels": 0, "code_values": 0, "history_counts": True},
+    "counts beside many codes": {"code_levels": 2, "code_values": 40, "history_counts": True},
     "bidirectional, one key head": {"context_attention": "bidirectional", "query_heads": 6, "kv_heads": 1},
     "right-anchored, long history": {"right_anchored": True, "head_width": 32, "history_length": 80},
     "one key head each": {"kv_heads": 4},

@@ -100,7 +100,8 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     """What a table of counts knows of each row when it is ranked, `[n, F]`, without unknown values.
 
     Log-odds of the action's rate of the post, the author and the user; the rate of any action of the post; how often the user did
-    anything, or this action, with the author and with the post; the age; which surface.
+    anything, or this action, with the author and with the post; the age; which surface; and for each level of content codes the
+    log-odds of the code's rate, and how often the user did anything, or this action, with it.
     """
     log = examples.log
     happened, is_known, did_any = log.actions[:, action], log.known_rows(action), np.asarray(log.actions.any(1))
@@ -118,6 +119,11 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
         np.log1p(again.taken), np.log1p(again.shown), (pair.shown + 0.5) / (user.shown + 5), (again.shown + 0.5) / (user.shown + 5),
         days, np.log1p(24 * days), *(log.product_surface == surface for surface in surfaces),
     ]  # fmt: skip
+    shown = (np.arange(len(log)) < frozen) & is_known
+    for code in log.codes.T.astype(np.uint64):
+        rate = Past.of(code, log.impression_ts, happened, shown & (code != 0))
+        met = Past.of(pair_key(log.user_id, code), log.impression_ts, happened, engaged & (code != 0))
+        columns += [_log_odds(rate.rate(prior)), np.log1p(met.taken), np.log1p(met.shown)]
     return np.stack(columns, 1).astype(np.float64)
 
 

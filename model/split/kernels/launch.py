@@ -100,8 +100,8 @@ class TritonKernels(Kernels):
         self._launch(
             project_tiles, (cdiv(config.width, tile.out), cdiv(step.rows, tile.rows) + 2),
             inputs, inputs.stride(0), tokens.projection, tokens.surfaces, tokens.ages, tokens.codes, residual, arrays.counts,
-            arrays.rows, arrays.codes if config.code_levels else arrays.rows, *tokens.inputs, config.width,
-            config.product_surfaces, HAS_AGES=config.has_post_age, CODE_LEVELS=config.code_levels, CODE_VALUES=config.code_values,
+            arrays.rows, arrays.codes if config.token_levels else arrays.rows, *tokens.inputs, config.width,
+            config.product_surfaces, HAS_AGES=config.has_post_age, CODE_LEVELS=config.token_levels, CODE_VALUES=config.token_values,
             **_tiling(tile, tokens.inputs, config.width),
         )  # fmt: skip
 

@@ -73,7 +73,7 @@ class PortableKernels(Kernels):
                     out += tokens.surfaces[kind][_padded(step.arrays.row("surface")[tile]).long()]
                 if kind == CANDIDATE and self.config.has_post_age:
                     out += tokens.ages[_padded(step.arrays.row("age")[tile]).long()]
-                if kind != USER and self.config.code_levels:
+                if kind != USER and self.config.token_levels:
                     out += code_embeddings(_padded(step.arrays.codes[tile]).long(), tokens.codes[kind], self.config)
                 residual[tile] = out[: tile.stop - first]
 

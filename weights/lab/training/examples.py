@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.batch import Batch, collate, pad
 from model.config import MAX_DWELL_SECONDS, ModelConfig
-from model.inputs import Candidates, Context, age_bucket, codes_fitting
+from model.inputs import Candidates, Context, age_bucket, codes_as_read, codes_fitting, history_counts
 from weights.lab.training.log import Log
 from weights.tables import TableError
 from weights.values import codes_rule
@@ -260,8 +260,15 @@ class Examples(Histories):
             if len(rows) > max_candidates:
                 drawn = np.sort(rng.choice(len(rows), max_candidates, replace=False))
                 rows, before = rows[drawn], before[drawn]
-            request = self.context(int(group[-1])), self.candidates(rows)
-            requests.append(_with_hidden_ids(request, rng, hidden))
+            context, candidates = self.context(int(group[-1])), self.candidates(rows)
+            request = _with_hidden_ids((context, candidates), rng, hidden)
+            if (
+                self.config.history_counts
+            ):  # of what was there: hiding an id changes how it is read, not what a user did
+                counts = history_counts(context, candidates, self.config, before)
+                codes = codes_as_read(request[1].codes, self.config)
+                request = request[0], replace(request[1], codes=np.hstack((codes, counts)))
+            requests.append(request)
             shown.append(rows)
             seen.append(before)
         labels, slots = self.labels(shown), max(map(len, shown))

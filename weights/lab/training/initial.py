@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig
+from model.config import HISTORY_COUNTS, MOST_COUNTED, ModelConfig
+from model.inputs import COUNT_EDGES
 from model.names import checkpoint_parameters
 from model.ranker import Ranker, by_feature, candidate_features, history_features
 from model.trunk import DecoderLayer
@@ -44,8 +46,8 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
                 fan = parameter.shape[1] if name.endswith(("table", "action_projection")) else parameter.shape[0]
                 draw(parameter, fan**-0.5, generator)
         draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
-        if ranker.config.code_levels:  # as authors: what is equal must look equal to attention
-            draw(tokens.code_table, code_deviation(ranker.config), generator)
+        if ranker.config.token_levels:
+            _draw_codes(tokens.code_table, ranker.config, generator)
         ranker.tables.user[:] = USER_DEVIATION * torch.randn(ranker.config.width, generator=generator)
         # share the post and author blocks, so that a candidate and an event of one author start as similar tokens
         # and so do those of equal codes
@@ -58,7 +60,16 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
 
 def code_deviation(config: ModelConfig) -> float:
     """The deviation of each code's row with which all codes of a post together weigh as much in its token as the rows of its author."""
-    return AUTHOR_DEVIATION * math.sqrt(config.author_hashes.count / config.code_levels)
+    return AUTHOR_DEVIATION * math.sqrt(config.author_hashes.count / (config.code_levels or HISTORY_COUNTS))
+
+
+def _draw_codes(table: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
+    """Content codes as authors: what is equal must look equal to attention. Counts of the history as multiples of one vector a level,
+    by the logarithm of the count, so that a model begins with more is more and need not learn it number by number."""
+    draw(table, code_deviation(config), generator)
+    growth = torch.tensor(np.log1p(COUNT_EDGES) / np.log1p(COUNT_EDGES[-1]), dtype=torch.float32)
+    for level in table.unflatten(0, (config.token_levels, config.token_values))[config.code_levels :]:
+        level[:MOST_COUNTED] = growth[:, None] * level[:1].clone()
 
 
 def stuck(module: nn.Module) -> list[str]:

@@ -82,7 +82,7 @@ def tower_settings(log: Log, plan: Plan) -> TowerSettings:
 
 def towers_config(ranker: ModelConfig) -> RetrievalConfig:
     """Configuration of the towers for a ranker: the same sizes, actions and window."""
-    features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0}
+    features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0, "history_counts": False}
     return RetrievalConfig.from_dict(ranker.to_dict() | features)
 
 
