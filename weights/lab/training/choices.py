@@ -272,9 +272,7 @@ def _codes(log: Log, new: Mapping[str, float]) -> list[Choice]:
     values = {"code_levels": levels, "code_values": most, "history_counts": True}
     if new["post"] >= MOSTLY_HIDDEN:
         return [Choice(seen, "content codes as input, and counts of the history", values)]
-    decided = (
-        f"content codes as input, {HIDDEN_CODES:.0%} of them hidden so that they are not learned as names of posts; counts of the history"
-    )
+    decided = f"content codes as input, {HIDDEN_CODES:.0%} of them hidden so that they are not learned as names of posts; counts of the history"
     return [Choice(seen, decided, {**values, "hidden_code_share": HIDDEN_CODES})]
 
 
