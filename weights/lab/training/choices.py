@@ -269,10 +269,12 @@ def _codes(log: Log, new: Mapping[str, float]) -> list[Choice]:
         return []
     share = float(log.codes.any(1).mean())
     seen = f"content codes for {share:.0%} of the impressions: {levels} levels, the largest code {most}"
-    values = {"code_levels": levels, "code_values": most, "history_counts": True}
+    values = {"code_levels": levels, "code_values": most}
     if new["post"] >= MOSTLY_HIDDEN:
-        return [Choice(seen, "content codes as input, and counts of the history", values)]
-    decided = f"content codes as input, {HIDDEN_CODES:.0%} of them hidden so that they are not learned as names of posts; counts of the history"
+        return [Choice(seen, "content codes as input", values)]
+    decided = (
+        f"content codes as input, {HIDDEN_CODES:.0%} of them hidden so that they are not learned as names of posts"
+    )
     return [Choice(seen, decided, {**values, "hidden_code_share": HIDDEN_CODES})]
 
 
