@@ -124,12 +124,7 @@ class ModelConfig:
     @property
     def token_levels(self) -> int:
         """Levels of small integers that a token is made of: the content codes, then the counts of the history."""
-        return self.code_levels + self.counts
-
-    @property
-    def counts(self) -> int:
-        """How many counts of the history a candidate is told, 0 if the model reads none."""
-        return (HISTORY_COUNTS + self.code_levels) * self.history_counts
+        return self.code_levels + (HISTORY_COUNTS + self.code_levels) * self.history_counts
 
     @property
     def token_values(self) -> int:

@@ -261,14 +261,12 @@ class Examples(Histories):
                 drawn = np.sort(rng.choice(len(rows), max_candidates, replace=False))
                 rows, before = rows[drawn], before[drawn]
             context, candidates = self.context(int(group[-1])), self.candidates(rows)
-            request = _with_hidden_ids((context, candidates), rng, hidden)
-            if (
-                self.config.history_counts
-            ):  # of what was there: hiding an id changes how it is read, not what a user did
+            read_context, read = _with_hidden_ids((context, candidates), rng, hidden)
+            if self.config.history_counts:
+                # of what was there: hiding an id changes how it is read, not what a user did
                 counts = history_counts(context, candidates, self.config, before)
-                codes = codes_as_read(request[1].codes, self.config)
-                request = request[0], replace(request[1], codes=np.hstack((codes, counts)))
-            requests.append(request)
+                read = replace(read, codes=np.hstack((codes_as_read(read.codes, self.config), counts)))
+            requests.append((read_context, read))
             shown.append(rows)
             seen.append(before)
         labels, slots = self.labels(shown), max(map(len, shown))
