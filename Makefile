@@ -14,7 +14,7 @@ DEMO = $(filter weights/demo,$(CHECKPOINT:/=))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo demo-loop test test-quick test-ray test-lowest check bench bench-gpu load peers soak lock wheel image clean
+.PHONY: help install serve demo demo-loop test test-slow test-ray test-lowest check bench bench-gpu load peers soak lock wheel image clean
 .DEFAULT_GOAL := help
 
 help: ## show this list; begin with `make serve`, then open http://127.0.0.1:8000/explore
@@ -47,12 +47,14 @@ demo-loop: $(VENV)/.installed ## run the service for fourteen days of a syntheti
 WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-test: $(VENV)/.installed ## run the tests that need no GPU
-	@.ci/debian chromium-headless-shell wrk haproxy redis-server prometheus docker-compose default-jdk-headless netcat-openbsd
-	@mkdir -p .cache; set -o pipefail; $(PYTEST) --ignore=tests/builds $(ARGS) | tee .cache/test.log
+DEBIAN = chromium-headless-shell wrk haproxy redis-server prometheus docker-compose default-jdk-headless netcat-openbsd
+TESTS = @.ci/debian $(DEBIAN) && mkdir -p .cache && set -o pipefail && $(PYTEST) --ignore=tests/builds
 
-test-quick: $(VENV)/.installed ## run the tests that start no server or browser and compile nothing
-	$(PYTEST) -m "not slow" $(ARGS)
+test: $(VENV)/.installed ## run the tests that need no GPU, without the slow ones: about six minutes on two cores
+	$(TESTS) -m "not slow" $(ARGS) | tee .cache/test.log
+
+test-slow: $(VENV)/.installed ## run the slow tests: trainings, servers that are flooded and killed, the page in a browser
+	$(TESTS) -m slow $(ARGS) | tee .cache/test-slow.log
 
 check: $(VENV)/.installed ## lint and check types, then build the wheel, and the kernels with sanitizers and other compilers
 	@.ci/debian clang g++-aarch64-linux-gnu qemu-user
@@ -107,7 +109,7 @@ $(LOWEST)/.installed: pyproject.toml app/client/pyproject.toml .ci/install | $(B
 	LOCK=/dev/null .ci/install $(LOWEST) dev,redis,tracing,fetch,served,train,tensorboard,load --resolution lowest-direct
 	@touch $@
 
-test-lowest: $(LOWEST)/.installed ## run the tests of test-quick with the lowest versions of packages that pyproject.toml allows
+test-lowest: $(LOWEST)/.installed ## run the tests of `make test` with the lowest versions of packages that pyproject.toml allows
 	@# old packages warn of each other
 	$(LOWEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow" -W ignore::DeprecationWarning --ignore tests/ops $(ARGS)
 

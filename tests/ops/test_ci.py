@@ -18,37 +18,47 @@ MAKEFILE = """
 install:
 check:
 \t@seq 100; echo "error: a finding of $@ with $(ARGS)"; {check}
-test:
-\t@echo "FAILED tests/test_of_it.py::test_one - AssertionError"; seq 100; echo "3 passed in 1.00s"; {test}
+test test-slow:
+\t@echo "FAILED tests/test_of_it.py::$@ - AssertionError"; seq 100; echo "3 passed in 1.00s"; [ $@ != {failing} ]
 """
 
 
-def run(folder: Path, check: str, test: str) -> tuple[int, list[str]]:
-    """The exit code and the lines of the script in a project whose two targets end like this."""
+def run(folder: Path, failing: str) -> tuple[int, list[str]]:
+    """The exit code and the lines of the script in a project in which one target fails."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", folder / ".ci/run")
-    (folder / "Makefile").write_text(MAKEFILE.format(check=check, test=test))
+    (folder / "Makefile").write_text(MAKEFILE.format(check="false" if failing == "check" else "true", failing=failing))
     done = subprocess.run(["bash", ".ci/run"], cwd=folder, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout.splitlines()
 
 
+def closing(**failed: str) -> list[str]:
+    """The last lines. `failed`: which target did not pass."""
+    of = {target: failed.get(target.replace("-", "_"), "passed") for target in ("check", "test-slow", "test")}
+    return [
+        f"make check: {of['check']}", f"make test-slow: {of['test-slow']}", "3 passed in 1.00s", f"make test: {of['test']}",
+        "3 passed in 1.00s",
+    ]  # fmt: skip
+
+
 def test_it_ends_with_what_failed_in_the_checks(tmp_path: Path) -> None:
-    code, lines = run(tmp_path, "false", "true")
+    code, lines = run(tmp_path, "check")
     assert code == 1
     start = lines.index("The end of make check:")
     assert "error: a finding of check with --reruns=1 -rR" in lines[start:]
-    assert lines[-3:] == ["make check: FAILED", "make test: passed", "3 passed in 1.00s"]
+    assert lines[-5:] == closing(check="FAILED")
 
 
-def test_it_ends_with_the_tests_that_failed(tmp_path: Path) -> None:
-    code, lines = run(tmp_path, "true", "false")
+@pytest.mark.parametrize("target", ["test", "test-slow"])
+def test_it_ends_with_the_tests_that_failed(target: str, tmp_path: Path) -> None:
+    code, lines = run(tmp_path, target)
     assert code == 1
-    start = lines.index("What failed in make test:")
-    assert lines[start + 1].startswith("FAILED tests/test_of_it.py")
-    assert lines[-3:] == ["make check: passed", "make test: FAILED", "3 passed in 1.00s"]
+    start = lines.index(f"What failed in make {target}:")
+    assert lines[start + 1].startswith(f"FAILED tests/test_of_it.py::{target} ")
+    assert lines[-5:] == closing(**{target.replace("-", "_"): "FAILED"})
 
 
-def test_it_passes_where_both_pass(tmp_path: Path) -> None:
-    code, lines = run(tmp_path, "true", "true")
+def test_it_passes_where_all_pass(tmp_path: Path) -> None:
+    code, lines = run(tmp_path, "none")
     assert code == 0
-    assert lines[-3:] == ["make check: passed", "make test: passed", "3 passed in 1.00s"]
+    assert lines[-5:] == closing()
