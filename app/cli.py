@@ -38,7 +38,7 @@ OF_WEIGHTS = {
     "corpus": "Make, check and describe the posts that retrieval searches.",
     "served": "Remove a user from the log of what was served.",
 }
-"""Commands of `python -m weights`, which has more. They need torch, so `--help` shows these lines without importing them."""
+"""Commands of `python -m weights`, which has more, each with its line in `--help`."""
 
 
 class Commands(TyperGroup):

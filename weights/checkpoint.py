@@ -20,10 +20,10 @@ from model.ranker import Ranker
 from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
 from weights.format.layout import model_for
-from weights.format.manifest import ActionCalibration, ContinuousOutput, Manifest
+from weights.format.manifest import ActionCalibration, ContinuousOutput, Manifest, TableDtype
 from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
 from weights.format.tensorfile import Progress
-from weights.format.writer import Labels, TableDtype, write_checkpoint
+from weights.format.writer import Labels, write_checkpoint
 from weights.text_ids import IdKind
 
 ROWS_PER_PIECE = 16384

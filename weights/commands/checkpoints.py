@@ -1,4 +1,6 @@
-"""The commands on checkpoints: import, verify, inspect and others. Exit codes: 0 done, 1 refused, 2 usage."""
+"""The commands on checkpoints: import, verify, inspect and others. Exit codes: 0 done, 1 refused, 2 usage.
+
+What needs torch is imported when they run."""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ import msgspec
 import typer
 
 from model.config import ContextAttention, RetrievalConfig
-from weights import checkpoint
 from weights.actions import default_score_weights, released_action_names, score_weights_of, score_weights_text
 from weights.commands import corpus, served
 from weights.commands.console import (
@@ -36,11 +37,7 @@ from weights.commands.console import (
     show_manifest,
 )
 from weights.errors import CheckpointError
-from weights.format import writer
-from weights.format.manifest import Manifest
-from weights.format.writer import TableDtype
-from weights.published import importer
-from weights.synthetic.small_checkpoint import write_small_checkpoint
+from weights.format.manifest import Manifest, TableDtype
 
 app.add_typer(corpus.app, name="corpus")
 app.add_typer(served.app, name="served")
@@ -75,18 +72,27 @@ def import_(
 ) -> None:
     """Convert a published checkpoint. Unpickles nothing, and refuses unknown keys and arrays."""
     started = time.perf_counter()
-    with (
-        refusals(),
-        importer.PublishedModel(source, ignore or (), context_attention) as model,
-        progress_bar(in_bytes=True) as bar,
-    ):
-        config = model.config
-        names = read_names(actions) if actions else released_action_names(config.actions)
-        weights = score_weights_of(score_weights, names)
-        labels = importer.labels_for(config, name or label_of(out), version, names, weights, ids)
-        manifest = writer.write_checkpoint(
-            out, config, model.pieces, labels, table_dtype=tables, replace=replace, progress=partial(bar, "Importing")
-        )
+    with refusals():
+        from weights.format.writer import write_checkpoint
+        from weights.published.importer import PublishedModel, labels_for
+
+        with (
+            PublishedModel(source, ignore or (), context_attention) as model,
+            progress_bar(in_bytes=True) as bar,
+        ):
+            config = model.config
+            names = read_names(actions) if actions else released_action_names(config.actions)
+            weights = score_weights_of(score_weights, names)
+            labels = labels_for(config, name or label_of(out), version, names, weights, ids)
+            manifest = write_checkpoint(
+                out,
+                config,
+                model.pieces,
+                labels,
+                table_dtype=tables,
+                replace=replace,
+                progress=partial(bar, "Importing"),
+            )
     if isinstance(config, RetrievalConfig):
         outputs = (
             f"two towers, {'a projection' if config.linear_projection else 'a mean'} over the candidate's embeddings"
@@ -110,7 +116,9 @@ def verify(directory: Directory) -> None:
     """Read every byte and check the manifest, digests and tensors, and that all numbers are finite. Exits with 1 if anything is wrong."""
     started = time.perf_counter()
     with refusals(), progress_bar(in_bytes=True) as bar:
-        manifest = checkpoint.load_any(directory, partial(bar, "Verifying")).manifest
+        from weights.checkpoint import load_any
+
+        manifest = load_any(directory, partial(bar, "Verifying")).manifest
     size = sum(entry.bytes for entry in manifest.files.values())
     say(
         f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
@@ -139,7 +147,9 @@ def fetch(
 def inspect(directory: Directory, as_json: AsJson = False) -> None:
     """Show the manifest of a checkpoint. `verify` also reads the weights."""
     with refusals():
-        manifest = checkpoint.load_manifest(directory)
+        from weights.checkpoint import load_manifest
+
+        manifest = load_manifest(directory)
     rows = {
         "digest": manifest.digest,
         "ids": manifest.ids,
@@ -168,13 +178,16 @@ def relabel(
     of a retrieval checkpoint still fit it, unless an older version built them: those name the digest. A directory NAME@VERSION, as fetch
     makes it, is refused: relabel a copy of it."""
     with refusals():
+        from weights.checkpoint import load_manifest
+        from weights.format.writer import refused_writing, replace_manifest
+
         changes: dict[str, Any] = {"version": version}
         if name:
             changes["name"] = name
         if actions:
             changes["action_names"] = read_names(actions)
             changes["score_weights"] = default_score_weights(changes["action_names"])
-        before = checkpoint.load_manifest(directory)
+        before = load_manifest(directory)
         if directory.resolve().name == f"{before.name}@{before.version}":
             raise CheckpointError(
                 f"Checkpoint {directory} is not written: its directory is named {directory.resolve().name} for what it holds, as `fetch` "
@@ -187,9 +200,9 @@ def relabel(
             }
         if score_weights:
             changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
-        with writer.refused_writing(f"Checkpoint {directory}"):
+        with refused_writing(f"Checkpoint {directory}"):
             manifest = msgspec.structs.replace(before, **changes).versioned()
-        writer.replace_manifest(directory, manifest)
+        replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
@@ -197,6 +210,8 @@ def relabel(
 def random_(out: Out, seed: Seed = 0, ids: Ids = "uint64", replace: Replace = False) -> None:
     """Write a small random checkpoint with an example request."""
     with refusals():
+        from weights.synthetic.small_checkpoint import write_small_checkpoint
+
         manifest = write_small_checkpoint(out, seed, ids=ids, replace=replace)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 

@@ -1,4 +1,4 @@
-"""The commands `corpus import | build | verify | snapshot | inspect`."""
+"""The commands `corpus import | build | verify | snapshot | inspect`. What needs torch is imported when they run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import time
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weights.checkpoint import load_encoder
 from weights.commands.console import (
     AsJson,
     Name,
@@ -23,12 +22,11 @@ from weights.commands.console import (
     say,
     show_manifest,
 )
-from weights.corpus.changes import read_changes
-from weights.corpus.importer import Posts, PostsFile, check_corpus, check_texts, make_corpus
-from weights.corpus.snapshot import write_snapshot
-from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.text_ids import IdKind
+
+if TYPE_CHECKING:
+    from weights.corpus.importer import Posts
 
 app = typer.Typer(
     help="Corpora, the posts that retrieval searches: make, check and describe them.", no_args_is_help=True
@@ -59,7 +57,7 @@ def import_(
     replace: Replace = False,
 ) -> None:
     """Convert a published corpus with its vectors. Some are encoded again to check that --encoder is the model that made them."""
-    labels = CorpusLabels(name or label_of(out), version, feed_position)
+    labels = name or label_of(out), version, feed_position
     _make(source, encoder, out, topics, labels, by_towers=False, replace=replace)
 
 
@@ -81,15 +79,27 @@ def build(
     replace: Replace = False,
 ) -> None:
     """Make a corpus from ids: the candidate tower encodes every post."""
-    labels = CorpusLabels(name or label_of(out), version, feed_position)
+    labels = name or label_of(out), version, feed_position
     _make(posts, encoder, out, topics, labels, by_towers=True, replace=replace)
 
 
 def _make(
-    source: Path, encoder: Path, out: Path, topics: Path | None, labels: CorpusLabels, *, by_towers: bool, replace: bool
+    source: Path,
+    encoder: Path,
+    out: Path,
+    topics: Path | None,
+    labels: tuple[str, str, str],
+    *,
+    by_towers: bool,
+    replace: bool,
 ) -> None:
+    """`labels`: name, version and the position in the feed."""
     started = time.perf_counter()
     with refusals(ValueError, OSError), progress_bar(in_bytes=True) as bar:  # TableError is a ValueError
+        from weights.checkpoint import load_encoder
+        from weights.corpus.importer import make_corpus
+        from weights.corpus.store import CorpusLabels
+
         towers = load_encoder(encoder)
         with _opened(source, towers.manifest.ids, topics) as posts:
             for note in posts.notes:
@@ -97,7 +107,13 @@ def _make(
             if not by_towers and not posts.has_vectors:
                 raise CheckpointError(f"{source} holds no candidate_representations; `corpus build` encodes the ids.")
             manifest = make_corpus(
-                posts, towers, out, labels, by_towers=by_towers, replace=replace, progress=partial(bar, "Writing")
+                posts,
+                towers,
+                out,
+                CorpusLabels(*labels),
+                by_towers=by_towers,
+                replace=replace,
+                progress=partial(bar, "Writing"),
             )
     say(
         f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {manifest.posts} posts of width "
@@ -108,6 +124,8 @@ def _make(
 def _opened(source: Path, ids: IdKind, topics: Path | None) -> Posts:
     """Open posts from an npz file or from tables; tables need the `train` extra."""
     if zipfile.is_zipfile(source) or source.suffix == ".npz":
+        from weights.corpus.importer import PostsFile
+
         return PostsFile(source, topics)
     from weights.corpus.table import PostsTable
 
@@ -124,6 +142,11 @@ def verify(
     """Read every byte and check the manifest, digests, vector lengths and changes. Exits with 1 if anything is wrong."""
     started = time.perf_counter()
     with refusals(), progress_bar() as bar:
+        from weights.checkpoint import load_encoder
+        from weights.corpus.changes import read_changes
+        from weights.corpus.importer import check_corpus, check_texts
+        from weights.corpus.store import load_corpus
+
         towers = load_encoder(encoder) if encoder else None
         stored = load_corpus(directory, towers.manifest if towers else None)
         check_texts(stored)
@@ -145,6 +168,8 @@ def snapshot(
 ) -> None:
     """Write a corpus with its changes as a new one, for a new replica to start from. A service may change the corpus meanwhile."""
     with refusals():
+        from weights.corpus.snapshot import write_snapshot
+
         manifest = write_snapshot(directory, out)
     mark = manifest.first_mark
     position = f"; it continues after {mark.position} in its feed" if mark.position else ""
@@ -157,6 +182,9 @@ def snapshot(
 def inspect(directory: Directory, as_json: AsJson = False) -> None:
     """Show the manifest of a corpus, and its changes since. `verify` also reads the vectors."""
     with refusals():
+        from weights.corpus.changes import read_changes
+        from weights.corpus.store import load_corpus_manifest
+
         manifest = load_corpus_manifest(directory)
         change = read_changes(directory, manifest)
     rows = {key: str(getattr(manifest, key)) for key in ("digest", "ids", "encoder_name", "encoder", "posts", "width")}

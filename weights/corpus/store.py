@@ -15,10 +15,10 @@ from model.retrieval.inputs import Mark
 from weights.checkpoint import Encoder
 from weights.corpus.manifest import CODES, TEXTS, VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError, reason_of
-from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest
+from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, TableDtype
 from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
 from weights.format.tensorfile import Progress
-from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
+from weights.format.writer import check_target, refused_writing, write_file, write_files, written_beside
 from weights.values import problem_of_codes, problem_of_times
 
 LENGTH_OFF = {"float32": 1e-3, "bfloat16": 1e-2}

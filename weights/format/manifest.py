@@ -21,6 +21,8 @@ from weights.git_lfs import pointer_problem
 from weights.text_ids import IdKind
 from weights.values import action_name_problem, score_weight_problem
 
+TableDtype = Literal["float32", "bfloat16"]
+
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MAX_OFFSET, MAX_SLOPE = 100, 100

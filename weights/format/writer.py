@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -25,12 +25,11 @@ from weights.format.manifest import (
     ContinuousOutput,
     FileEntry,
     Manifest,
+    TableDtype,
     TensorEntry,
 )
 from weights.format.tensorfile import Progress, StoredTensor, advancing, write_tensors
 from weights.text_ids import IdKind
-
-TableDtype = Literal["float32", "bfloat16"]
 
 MOST_ATTEMPTS = 20  # to make a directory that no other process takes for an abandoned one
 

@@ -149,3 +149,9 @@ def test_short_work_writes_nothing_into_a_file(capsys: pytest.CaptureFixture[str
     with progress_bar(in_bytes=True) as update:
         update("Verifying", 1024, 2048)
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_help_of_a_command_waits_for_no_torch() -> None:
+    """Importing it takes seconds."""
+    told = "import sys; from weights.command_line import app; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", told], capture_output=True, text=True).stdout == "False\n"

@@ -15,7 +15,7 @@ from weights.checkpoint import Encoder
 from weights.corpus.importer import PostsFile, check_corpus, encode, make_corpus
 from weights.corpus.store import CorpusLabels, StoredCorpus, load_corpus
 from weights.errors import CheckpointError
-from weights.format.writer import TableDtype
+from weights.format.manifest import TableDtype
 
 NAME = "retrieval-mlp-gqa"
 PUBLISHED = GOLDEN / NAME / "corpus.npz"

@@ -19,7 +19,8 @@ from tests.support.random_models import random_model
 from tests.weights.published.layout import write_published
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.errors import CheckpointError
-from weights.format.writer import TableDtype, write_checkpoint
+from weights.format.manifest import TableDtype
+from weights.format.writer import write_checkpoint
 from weights.published.importer import PublishedModel, labels_for
 from weights.synthetic.random_weights import mini_config
 

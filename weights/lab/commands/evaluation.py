@@ -10,10 +10,8 @@ from typing import Annotated
 import typer
 
 from weights.actions import dwell_output, weight_vector
-from weights.checkpoint import load_checkpoint
 from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
-from weights.format.writer import refused_writing
 from weights.lab.commands.options import (
     REFUSED,
     Cache,
@@ -47,7 +45,8 @@ def calibrate_(
         import msgspec
         import numpy as np
 
-        from weights.format.writer import replace_manifest
+        from weights.checkpoint import load_checkpoint
+        from weights.format.writer import refused_writing, replace_manifest
         from weights.lab.evaluate.calibration import calibrate
         from weights.lab.training.examples import Examples
         from weights.lab.training.run import check_split
@@ -95,6 +94,7 @@ def off_policy_(
     with refusals(*REFUSED), naming(log):
         import numpy as np
 
+        from weights.checkpoint import load_checkpoint
         from weights.lab.evaluate.off_policy import off_policy, rankings_of
 
         loaded = load_checkpoint(checkpoint)
@@ -130,6 +130,7 @@ def eval_(
     with refusals(*REFUSED), naming(log or world_directory):
         if (world_directory is None) == (log is None):
             raise CheckpointError("Give either --log or --world.")
+        from weights.checkpoint import load_checkpoint
         from weights.lab.evaluate.evaluation import evaluate
         from weights.lab.evaluate.report import headline_table, write_evaluation
         from weights.lab.training.curve import PICTURE_NAME, draw_curve
@@ -179,6 +180,7 @@ def compare(
 ) -> None:
     """Compare two checkpoints on the requests of a log: scores, order, calibration, and the requests that changed most."""
     with refusals(*REFUSED), naming(log):
+        from weights.checkpoint import load_checkpoint
         from weights.lab.evaluate.compare import compare as compared
         from weights.lab.evaluate.compare import write_comparison
         from weights.lab.training.log import aligned

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from weights.checkpoint import load_checkpoint
 from weights.commands.console import app, out_option, progress_bar, refusals, say
 from weights.lab.commands.options import LogFile, naming, time_of
 
@@ -34,6 +33,7 @@ def score(
     started = time.perf_counter()
     with refusals(ValueError, OSError, RuntimeError), naming(log):  # TableError and RunError; EngineError
         from model.create import EngineOptions
+        from weights.checkpoint import load_checkpoint
         from weights.lab.scoring.run import score_log
         from weights.lab.scoring.scorer import Scorer
 

@@ -6,12 +6,11 @@ import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
 
-from weights.checkpoint import Encoder, load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import (
     Ids,
     Replace,
@@ -25,7 +24,6 @@ from weights.commands.console import (
     show,
 )
 from weights.errors import CheckpointError
-from weights.format.writer import check_target, refused_writing, write_whole
 from weights.lab.commands.options import (
     REFUSED,
     Cache,
@@ -39,6 +37,9 @@ from weights.lab.commands.options import (
     time_of,
     with_settings,
 )
+
+if TYPE_CHECKING:
+    from weights.checkpoint import Encoder
 
 TowerSet = Annotated[
     list[str] | None,
@@ -70,6 +71,8 @@ def train_towers(
     """Train the two towers of retrieval from a log: a user's liked posts against those that others liked or passed over."""
     with refusals(*REFUSED), naming(log):
         from weights.actions import score_weights_of
+        from weights.checkpoint import save_checkpoint
+        from weights.format.writer import check_target, refused_writing
         from weights.lab.training.choices import plan as plan_of
         from weights.lab.training.settings import demo_config
         from weights.lab.training.towers import TowerSettings, tower_settings, towers_config
@@ -178,6 +181,8 @@ def eval_retrieval(
     with refusals(*REFUSED), naming(log):
         if (log is None) == (ranker is None):
             raise CheckpointError("Give either --log or --ranker.")
+        from weights.checkpoint import load_encoder
+
         encoder = load_encoder(towers)
         if log is None:
             _eval_in_world(encoder, Path(str(ranker)), seed, set_)
@@ -205,6 +210,8 @@ def eval_retrieval(
                 most_queries=queries, progress=partial(bar, "queries"),
             )  # fmt: skip
         if out is not None:
+            from weights.format.writer import write_whole
+
             figures = json.dumps(recalls.record(), indent=1) + "\n"
             write_whole(out, lambda new: new.write_text(figures))
     say(recalls.verdict())
@@ -217,6 +224,7 @@ def eval_retrieval(
 
 def _eval_in_world(encoder: Encoder, ranker: Path, seed: int, set_: list[str] | None) -> None:
     """The figures of the demo's towers in the world whose truth is known."""
+    from weights.checkpoint import load_checkpoint
     from weights.lab.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
     from weights.lab.training.demo import CORPUS_DAYS
     from weights.lab.world.settings import WorldSettings

@@ -15,7 +15,6 @@ import typer
 from model.config import ModelConfig
 from model.presets import Preset, with_preset
 from weights.actions import continuous_outputs, dwell_output, score_weights_of
-from weights.checkpoint import check_ranks, load_checkpoint, load_manifest, save_checkpoint
 from weights.commands.console import (
     Ids,
     Out,
@@ -31,7 +30,6 @@ from weights.commands.console import (
 )
 from weights.errors import CheckpointError
 from weights.format.manifest import ActionCalibration, ContinuousOutput, Manifest
-from weights.format.writer import check_target, refused_writing
 from weights.lab.commands.options import (
     REFUSED,
     TABLES,
@@ -166,6 +164,8 @@ def train(
 ) -> None:
     """Train a checkpoint from a log: look at the log, decide how to train, say why, and train with the model code that serves."""
     with refusals(*REFUSED), naming(log):
+        from weights.checkpoint import save_checkpoint
+        from weights.format.writer import check_target, refused_writing
         from weights.lab.runs import Task, keep_best
         from weights.lab.training.curve import CURVE_NAME, curve_lines
         from weights.lab.training.log import aligned
@@ -276,6 +276,8 @@ def _plan(log: Log, seed: int, chosen: PlanArguments, start_until_ts: int | None
 
 
 def _begun(start: Path, ids: IdKind) -> Checkpoint:
+    from weights.checkpoint import load_checkpoint
+
     begun = load_checkpoint(start)
     if begun.manifest.ids != ids:
         raise CheckpointError(f"{start} has ids that are {begun.manifest.ids}: give --ids {begun.manifest.ids}.")
@@ -352,6 +354,7 @@ def example(
 ) -> None:
     """Write the example request and the names that the page of a running server shows, from the log. Then reload the page."""
     with refusals(*REFUSED), naming(log):
+        from weights.checkpoint import check_ranks, load_manifest
         from weights.lab.training.page_example import EXAMPLE_NAME, NAMES_NAME, write_example
 
         manifest = load_manifest(checkpoint)
