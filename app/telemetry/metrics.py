@@ -34,6 +34,7 @@ MOST_PENDING_ROWS = 16_384  # candidates whose probabilities wait to be counted:
 STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
+LOG_DROPS = ("reader_slow", "not_written")
 SERVED_DROPS = ("queue_full", "not_written", "fault")
 RELOADED = ("checkpoint", "corpus")
 RELOAD_RESULTS = ("success", "failure", "unchanged", "busy")
@@ -203,7 +204,7 @@ class Metrics:
             "forward_failures", "Forwards that raised; a batch of several requests is then split."
         )
         self.log_lines_dropped = counter(
-            "log_lines_dropped", "Lines that standard error did not take in time.", "reason"
+            "log_lines_dropped", "Lines that standard error did not take, or not in time.", "reason"
         )
         self.served_rankings = counter("served_rankings", "Rankings in closed parts of the log of what was served.")
         self.served_bytes = counter("served_bytes", "Size of those parts.")
@@ -215,7 +216,7 @@ class Metrics:
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
             (self.reload_failed, RELOADED),
             (self.user_vectors, ("cache", "tower")), (self.feed_entries, ("made", "unreadable")),
-            (self.context_handles, ("found", "unknown")), (self.log_lines_dropped, ("reader_slow",)),
+            (self.context_handles, ("found", "unknown")), (self.log_lines_dropped, LOG_DROPS),
             (self.served_dropped, SERVED_DROPS),
         ):  # fmt: skip
             for value in values:

@@ -46,6 +46,7 @@ def test_every_series_of_the_contract_is_exposed() -> None:
         'ranker_rejected_total{reason="too_large"} 0.0',
         'ranker_reloads_total{result="failure"} 0.0',
         'ranker_log_lines_dropped_total{reason="reader_slow"} 0.0',
+        'ranker_log_lines_dropped_total{reason="not_written"} 0.0',
         'ranker_context_cache_lookups_total{result="miss"} 1.0',
         "ranker_candidates_scored_total 5.0",
         "ranker_ready 1.0",
