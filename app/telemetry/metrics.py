@@ -165,7 +165,13 @@ class Metrics:
         self.http_requests = counter(
             "http_requests", "Replies sent; 499: the client disconnected.", "method", "route", "code"
         )
-        self.http_seconds = histogram("http_request_duration_seconds", "From headers to the reply.", "method", "route")
+        self.http_seconds = histogram(
+            "http_request_duration_seconds",
+            "From the first bytes of a request to the end of its reply; refused: with 4xx other than 499.",
+            "method",
+            "route",
+            "refused",
+        )
         self.stage_seconds = histogram("stage_duration_seconds", "Time of one stage of a request or batch.", "stage")
         self.batch_requests = histogram("batch_requests", "Requests, or chunks of them, in one forward.", buckets=SIZES)
         self.batch_candidates = histogram("batch_candidates", "Candidates in one forward.", buckets=SIZES)

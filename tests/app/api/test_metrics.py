@@ -28,7 +28,7 @@ def scraped() -> str:
     async def main() -> str:
         async with rankers.running() as ranker:
             ranker.metrics.http_requests.labels("POST", "/rank", "200").inc()
-            ranker.metrics.http_seconds.labels("POST", "/rank").observe(0.001)
+            ranker.metrics.http_seconds.labels("POST", "/rank", "false").observe(0.001)
             ranker.metrics.reply_probabilities.record(("favorite",), np.ones((2, 1), np.float32))
             await rankers.rank(ranker, 1, 5)
             await rankers.until(lambda: rankers.figure(ranker, "ranker_candidates_scored_total") == 5)
