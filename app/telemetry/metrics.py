@@ -79,6 +79,7 @@ class Snapshot:
     cache: CacheStats
     model: dict[str, str] | None
     last_forward_timestamp_seconds: float
+    stalled_seconds: float
     device_memory_bytes: int | None
     engine_steps_down: int | None
     searches_waiting: int
@@ -282,6 +283,7 @@ def figures(now: Snapshot) -> Iterator[Metric]:
             "Unix time when a forward last finished.",
             now.last_forward_timestamp_seconds,
         ),
+        "stalled_seconds": ("How long work has waited while no forward finished; 0 without work.", now.stalled_seconds),
         "device_memory_bytes": ("Device memory held by tensors.", now.device_memory_bytes),
         "engine_steps_down": (
             "Faster ways of computing that failed their checks on this device.",

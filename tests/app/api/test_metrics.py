@@ -19,7 +19,7 @@ CONTRACT = [
     "batch_requests_bucket", "batch_candidates_bucket", "batch_padding_ratio_bucket", "queue_requests",
     "queue_candidates", "rejected_total", "cancelled_total", "candidates_scored_total", "history_truncated_total",
     "context_cache_lookups_total", "context_cache_bytes", "context_cache_evictions_total", "model_info", "ready",
-    "last_forward_timestamp_seconds", "reloads_total", "forward_failures_total", "log_lines_dropped_total",
+    "last_forward_timestamp_seconds", "stalled_seconds", "reloads_total", "forward_failures_total", "log_lines_dropped_total",
     "reply_probability_bucket", "search_requests_bucket", "user_vectors_total", "feed_entries_total", "context_handles_total",
 ]  # fmt: skip
 
