@@ -206,6 +206,13 @@ class Metrics:
             namespace="ranker",
             registry=registry,
         )
+        self.worker_up = Gauge(
+            "worker_up",
+            "1 if this worker answered the scrape, of several processes.",
+            ("worker",),
+            namespace="ranker",
+            registry=registry,
+        )
         self.feed_entries = counter("feed_entries", "Changes that came by the feed.", "result")
         self.forward_failures = counter(
             "forward_failures", "Forwards that raised; a batch of several requests is then split."
