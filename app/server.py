@@ -44,6 +44,7 @@ from app.telemetry import logs
 
 if TYPE_CHECKING:
     from app.processes.engine_process import EngineProcess
+    from app.telemetry.metrics import Metrics
 
 BACKLOG = 2048  # connections that may wait to be accepted
 GRACE_SECONDS = 1.0  # at the end, for the next request of a client that has just had its reply
@@ -272,7 +273,7 @@ def run(
 
         ranker = local = create_ranker(settings, Metrics())
         local.watchdog.watch_loop(hung)
-    logs.lines.on_drop = ranker.metrics.log_lines_dropped.labels("reader_slow").inc
+    count_lost_lines(ranker.metrics)
     raise_file_limit()
     try:
         bound = bind_logged(settings.host, settings.port) if sockets is None else sockets
@@ -290,12 +291,18 @@ def run(
 def run_engine(settings: Settings, engine: EngineProcess, path: str) -> int:
     """Rank for the workers that connect at `path`, until the end; the exit code of the process."""
     ranker = engine.ranker
-    logs.lines.on_drop = ranker.metrics.log_lines_dropped.labels("reader_slow").inc
+    count_lost_lines(ranker.metrics)
     try:
         sides = side_ports(settings, ranker, engine.exposition)
     except OSError:
         return EXIT_START
     return run_to_end(engine, engine.serve(path), sides)
+
+
+def count_lost_lines(metrics: Metrics) -> None:
+    """From now on, count the log lines of this process that are not written."""
+    logs.lines.on_drop = metrics.log_lines_dropped.labels("reader_slow").inc
+    logs.writer.on_loss = metrics.log_lines_dropped.labels("not_written").inc
 
 
 def run_to_end(process: Server | EngineProcess, serving: Awaitable[object], sides: Sequence[Port]) -> int:

@@ -93,6 +93,7 @@ def series() -> set[str]:
     everything = Snapshot(
         ready=True, queue_requests=0, queue_candidates=0, cache=CacheStats(), model={}, last_forward_timestamp_seconds=0.0,
         device_memory_bytes=0, engine_steps_down=0, searches_waiting=0, corpus=Figures(), milestone=None, feed_lag_seconds=0.0,
+        stalled_seconds=0.0,
     )  # fmt: skip
     registry.watch(lambda: everything)
     families = [*registry.registry.collect(), *figures(everything)]

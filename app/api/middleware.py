@@ -186,7 +186,9 @@ class RequestMiddleware:
         series = self._series.get((method, route, status))
         if series is None:
             counter = self.metrics.http_requests.labels(method, route, str(status))
-            series = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
+            is_refused = 400 <= status < 500 and status != CLIENT_GONE
+            histogram = self.metrics.http_seconds.labels(method, route, str(is_refused).lower())
+            series = self._series[method, route, status] = counter, histogram
         return series
 
     def _write(self, exchange: Exchange, seconds: float, trace_id: str | None) -> None:

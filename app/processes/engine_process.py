@@ -300,9 +300,12 @@ class EngineProcess:
     # metrics
 
     async def exposition(self) -> bytes:
-        """Every metric of this process, and those of each worker with the label `worker`."""
+        """Every metric of this process, and those of each worker with the label `worker`. `ranker_worker_up` says which of all workers told
+        theirs."""
         told = await asyncio.gather(*(self._metrics_of(peer) for peer in list(self._peers.values())))
         texts = {number: text.decode() for number, text in filter(None, told)}
+        for number in range(1, self.settings.workers + 1):
+            self.ranker.metrics.worker_up.labels(str(number)).set(number in texts)
         merged = CollectorRegistry()
         merged.register(Merged(self.ranker.metrics.registry, texts))
         return generate_latest(merged)

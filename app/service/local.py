@@ -337,6 +337,7 @@ class LocalService:
             cache=self.versions.cache_stats(),
             model=None if current is None else current.labels(),
             last_forward_timestamp_seconds=self.metrics.last_forward_unix,
+            stalled_seconds=self.versions.silent_seconds(),
             device_memory_bytes=None if current is None else current.device_memory_bytes(),
             engine_steps_down=None if current is None else current.steps_down(),
             searches_waiting=self.corpus.versions.waiting,

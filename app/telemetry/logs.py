@@ -58,14 +58,18 @@ class Lines(QueueHandler):
 
 
 class Writer:
-    """What the listener hands lines to: it writes several at once to a descriptor. Lines that the descriptor does not take are lost.
+    """What the listener hands lines to: it writes several at once to a descriptor. Lines that the descriptor does not take are lost, and
+    `on_loss` is called with their number. If one was written in part, the next one begins on a line of its own.
 
     No `logging.Handler`: those are flushed at exit, which would wait for a reader that has stalled.
     """
 
+    on_loss: Callable[[int], object] = staticmethod(lambda lost: None)
+
     def __init__(self, descriptor: int = 2) -> None:
         self.descriptor = descriptor
         self.gathered = b""
+        self._is_cut = False  # whether the last write ended within a line
 
     def handle(self, line: str | bytes | threading.Event) -> None:
         """Take a line, as text or already encoded; `flush` writes it. An event is set when all lines before it are written."""
@@ -80,13 +84,16 @@ class Writer:
 
     def flush(self) -> None:
         """Write what was taken."""
-        data = self.gathered
+        data = b"\n" + self.gathered if self._is_cut and self.gathered else self.gathered
         while data:
             try:
-                data = data[os.write(self.descriptor, data) :]
+                written = os.write(self.descriptor, data)
+                self._is_cut = data[written - 1 : written] != b"\n"
+                data = data[written:]
             except BlockingIOError:  # another process that shares the descriptor made it non-blocking
                 time.sleep(GATHER_SECONDS)
             except OSError:  # no reader or no space: either may come back
+                self.on_loss(data.lstrip(b"\n").count(b"\n"))  # a line that lacks its end alone is not lost
                 time.sleep(RETRY_SECONDS)
                 break
         self.gathered = b""

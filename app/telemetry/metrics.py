@@ -34,6 +34,7 @@ MOST_PENDING_ROWS = 16_384  # candidates whose probabilities wait to be counted:
 STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
+LOG_DROPS = ("reader_slow", "not_written")
 SERVED_DROPS = ("queue_full", "not_written", "fault")
 RELOADED = ("checkpoint", "corpus")
 RELOAD_RESULTS = ("success", "failure", "unchanged", "busy")
@@ -78,6 +79,7 @@ class Snapshot:
     cache: CacheStats
     model: dict[str, str] | None
     last_forward_timestamp_seconds: float
+    stalled_seconds: float
     device_memory_bytes: int | None
     engine_steps_down: int | None
     searches_waiting: int
@@ -164,7 +166,13 @@ class Metrics:
         self.http_requests = counter(
             "http_requests", "Replies sent; 499: the client disconnected.", "method", "route", "code"
         )
-        self.http_seconds = histogram("http_request_duration_seconds", "From headers to the reply.", "method", "route")
+        self.http_seconds = histogram(
+            "http_request_duration_seconds",
+            "From the first bytes of a request to the end of its reply; refused: with 4xx other than 499.",
+            "method",
+            "route",
+            "refused",
+        )
         self.stage_seconds = histogram("stage_duration_seconds", "Time of one stage of a request or batch.", "stage")
         self.batch_requests = histogram("batch_requests", "Requests, or chunks of them, in one forward.", buckets=SIZES)
         self.batch_candidates = histogram("batch_candidates", "Candidates in one forward.", buckets=SIZES)
@@ -198,12 +206,19 @@ class Metrics:
             namespace="ranker",
             registry=registry,
         )
+        self.worker_up = Gauge(
+            "worker_up",
+            "1 if this worker answered the scrape, of several processes.",
+            ("worker",),
+            namespace="ranker",
+            registry=registry,
+        )
         self.feed_entries = counter("feed_entries", "Changes that came by the feed.", "result")
         self.forward_failures = counter(
             "forward_failures", "Forwards that raised; a batch of several requests is then split."
         )
         self.log_lines_dropped = counter(
-            "log_lines_dropped", "Lines that standard error did not take in time.", "reason"
+            "log_lines_dropped", "Lines that standard error did not take, or not in time.", "reason"
         )
         self.served_rankings = counter("served_rankings", "Rankings in closed parts of the log of what was served.")
         self.served_bytes = counter("served_bytes", "Size of those parts.")
@@ -215,7 +230,7 @@ class Metrics:
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
             (self.reload_failed, RELOADED),
             (self.user_vectors, ("cache", "tower")), (self.feed_entries, ("made", "unreadable")),
-            (self.context_handles, ("found", "unknown")), (self.log_lines_dropped, ("reader_slow",)),
+            (self.context_handles, ("found", "unknown")), (self.log_lines_dropped, LOG_DROPS),
             (self.served_dropped, SERVED_DROPS),
         ):  # fmt: skip
             for value in values:
@@ -275,6 +290,7 @@ def figures(now: Snapshot) -> Iterator[Metric]:
             "Unix time when a forward last finished.",
             now.last_forward_timestamp_seconds,
         ),
+        "stalled_seconds": ("How long work has waited while no forward finished; 0 without work.", now.stalled_seconds),
         "device_memory_bytes": ("Device memory held by tensors.", now.device_memory_bytes),
         "engine_steps_down": (
             "Faster ways of computing that failed their checks on this device.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -11,7 +13,7 @@ import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +32,16 @@ NEEDED: dict[Vectors, set[str]] = {
 COMPILE_SECONDS = 300
 PREBUILT = "prebuilt"  # the folder beside a source where a wheel has its kernels
 DIGEST_BYTES = 32
+UNFINISHED = "unfinished-kernel-"  # how the name of a directory begins in which a kernel is being built
+# Runs a command whose standard input is a pipe. Once nobody holds the other end, the whole process group ends: a compiler has children.
+UNTIL_CLOSED = """
+exec 3<&0
+"$@" 3<&- </dev/null & command=$!
+{ read -r _ <&3; kill 0; } >/dev/null 2>&1 & watch=$!
+wait $command; code=$?
+kill -9 $watch; wait $watch 2>/dev/null
+exit $code
+"""
 HERE = Path(__file__).parent
 
 V3, V4 = (
@@ -121,10 +133,10 @@ def build_kernel(
     """The compiled `source` from the wheel, else from `directory` (default: the user's cache), else built into it: about ten
     seconds for the ranker. With a `directory` or `defines` the wheel's kernel is never used.
 
-    A file that is truncated, empty, a link, or another user's is replaced. A directory that others may write to or replace, or
-    that cannot be written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
-    preprocessor symbols, for tests and profiles. Raises KernelUnavailable without a C++ compiler, if the disk is full, and
-    if the processor lacks the `vectors`.
+    A file that is truncated, empty, a link, or another user's is replaced. A directory that others may write to or replace, that
+    cannot be written, or that is mounted noexec, is not used: a private temporary one takes its place, the same for the whole process.
+    `defines` are preprocessor symbols, for tests and profiles. Raises KernelUnavailable without a C++ compiler, if the disk is full, if
+    the temporary directory is mounted noexec too, and if the processor lacks the `vectors`.
     """
     if missing := NEEDED[vectors] - _processor_words():
         raise KernelUnavailable(f"this processor has no {vectors} vectors: it lacks {', '.join(sorted(missing))}")
@@ -148,6 +160,8 @@ def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...]
         directory, problem = None, f"{directory} cannot be written"
     if directory is None:
         directory, note = Path(_private_directory().name), f"{problem}: the kernel is kept in a temporary directory"
+        if _is_noexec(directory):
+            raise KernelUnavailable(f"no kernel can be loaded: {problem}, and {directory} is mounted noexec")
     library = directory / name
     if not _is_whole(library):
         if os.path.lexists(library):
@@ -169,7 +183,14 @@ def _usable(directory: Path | None) -> tuple[Path | None, str]:
         return None, f"{directory} cannot be made: {error.strerror}"
     problem = f"{directory} is a link" if stat.S_ISLNK(status.st_mode) else _foreign(directory, status)
     problem = problem or next(filter(None, (_replaceable(path, at) for path, at in above)), "")
+    if not problem and _is_noexec(directory):
+        problem = f"{directory} is mounted noexec"
     return (None, problem) if problem else (directory.resolve(), "")
+
+
+def _is_noexec(directory: Path) -> bool:
+    """Whether no library in it can be mapped."""
+    return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 
 def _foreign(path: Path, status: os.stat_result) -> str:
@@ -242,11 +263,46 @@ def _processor_words() -> set[str]:
 
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, library: Path) -> None:
     """Build and seal the library, and rename it into place once it is on the disk."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        built = Path(scratch) / library.name
+    with _unfinished(library.parent) as scratch:
+        built = scratch / library.name
         command = [compiler, *flags, str(source), "-o", str(built)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
+        result = _run_while_alive(command)
         if result.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
         seal(built)
         built.replace(library)  # atomic: a process that starts at the same time sees all of it or nothing
+
+
+@contextlib.contextmanager
+def _unfinished(directory: Path) -> Iterator[Path]:
+    """A directory to build in. If nobody else builds beside it, those are removed first that processes left which were killed."""
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # another build is under way, or the file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in directory.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=directory) as scratch:
+            yield Path(scratch)
+    finally:
+        os.close(lock)
+
+
+def _run_while_alive(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command, which ends when this process does, however that ends. Raises subprocess.TimeoutExpired after `COMPILE_SECONDS`."""
+    reader, writer = os.pipe()
+    try:
+        return subprocess.run(
+            ["/bin/sh", "-c", UNTIL_CLOSED, "sh", *command],
+            stdin=reader,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=COMPILE_SECONDS,
+            process_group=0,
+        )
+    finally:
+        os.close(reader)
+        os.close(writer)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from loadtest.machine import ROOT
+from loadtest.server import wait_until
 from model.create import EngineOptions, create_engine
 from model.native.build import (
     LEVELS,
@@ -29,6 +35,12 @@ while [ "$1" != -o ]; do shift; done
 echo a library > "$2"
 """
 
+SLOW_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && { echo stand-in 1.0; exit; }
+sleep 100 & echo $! > "$0.pid"
+wait
+"""
+
 
 class Compiler:
     """Writes a few bytes where a library should be, and counts. `source`: one that nobody else has compiled."""
@@ -36,6 +48,7 @@ class Compiler:
     def __init__(self, path: Path) -> None:
         path.write_text(COMPILER)
         path.chmod(0o700)
+        self.path = path
         self._log = Path(f"{path}.log")
         self.source = path.parent / "source" / "kernel.cpp"
         self.source.parent.mkdir()
@@ -182,6 +195,75 @@ def test_with_a_full_disk_auto_takes_the_torch_engine(
     with pytest.raises(KernelUnavailable, match="No space left"):
         build_kernel(directory)
     assert list(directory.glob("**/*")) == []
+
+
+@contextmanager
+def building(compiler: Compiler, directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process that builds with a compiler that does not end, and the process id of what that compiler has started."""
+    compiler.path.write_text(SLOW_COMPILER)
+    code = f"""if True:
+        from pathlib import Path
+        from model.native.build import build_kernel
+        build_kernel(Path({str(directory)!r}), source=Path({str(compiler.source)!r}))
+    """
+    pid_file = Path(f"{compiler.path}.pid")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+        wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
+        compiler.path.write_text(COMPILER)
+        try:
+            yield process, int(pid_file.read_text())
+        finally:
+            process.kill()
+
+
+def test_the_compiler_ends_with_a_process_that_is_killed(compiler: Compiler, tmp_path: Path) -> None:
+    with building(compiler, tmp_path / "kept") as (process, compiling):
+        process.kill()
+        process.wait(10)
+        wait_until(lambda: not is_running(compiling))
+
+
+def test_the_next_build_removes_what_a_killed_one_left(compiler: Compiler, tmp_path: Path) -> None:
+    with building(compiler, directory := tmp_path / "kept") as (process, _):
+        (directory / "tmp-of-another").mkdir()
+        (source := tmp_path / "other.cpp").write_text("int other;")
+        build_kernel(directory, source=source)
+        assert len(list(directory.iterdir())) == 3, "the build that is under way is left alone"
+        process.kill()
+        process.wait(10)
+    built = build_kernel(directory, source=compiler.source)
+    assert {path.suffix or path.name for path in directory.iterdir()} == {".so", "tmp-of-another"}
+    assert built.path.exists()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_nothing_is_compiled_where_no_kernel_can_be_loaded(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        built = build_kernel(disk / "kept", source=compiler.source)
+        assert f"{disk / 'kept'} is mounted noexec" in built.note
+        assert disk not in built.path.parents
+        runs = compiler.runs
+        ended = subprocess.run(
+            [sys.executable, "-c", "from model.native.build import build_kernel; build_kernel()"],
+            cwd=ROOT, env=os.environ | {"HOME": str(disk), "TMPDIR": str(disk)}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert "KernelUnavailable: no kernel can be loaded" in ended.stderr
+        assert compiler.runs == runs
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_compiler_that_refuses_is_quoted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The real Prometheus scrapes the real service under load: every expression of every panel and rule parses and has data."""
+"""The real Prometheus scrapes the real service with two workers under load: each expression of each panel and rule parses and has data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 import yaml
-from pydantic import SecretStr
 
-from app.settings import Reload, Retrieval, Settings
 from loadtest.machine import ROOT
-from loadtest.server import DEMO, POSTS, TOWERS, Server, example, running
-from tests.app.api.live import Live, head, ready
+from loadtest.server import Server, example, running, serving
+from tests.app.api.live import head
 from tests.support.redis import RedisServer
 
 RULES = yaml.safe_load((ROOT / "docker/prometheus/rules.yml").read_text())["groups"][0]["rules"]
@@ -44,20 +42,18 @@ def expressions() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not RedisServer.is_installed():
         pytest.skip("redis-server is not installed; make test installs it on Debian")
     root = tmp_path_factory.mktemp("service")
     with RedisServer(root / "redis") as redis:
-        corpus = shutil.copytree(POSTS, root / "corpus")
-        retrieval = Retrieval(checkpoint=TOWERS, corpus=corpus, feed=SecretStr(redis.address()))
-        settings = Settings(port=0, checkpoint=DEMO, retrieval=retrieval, reload=Reload(watch_seconds=1))
-        with ready(settings) as live:
-            yield live
+        settings = {"retrieval__feed": redis.address(), "reload__watch_seconds": 1, "workers": 2}
+        with serving(retrieval=True, **settings) as server:
+            yield server
 
 
 @pytest.fixture(scope="module")
-def prometheus(service: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def prometheus(service: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed; make test installs it on Debian")
     folder: Path = tmp_path_factory.mktemp("prometheus")
@@ -82,7 +78,7 @@ def prometheus(service: Live, tmp_path_factory: pytest.TempPathFactory) -> Itera
         load.join()
 
 
-def offer(service: Live, stop: threading.Event) -> None:
+def offer(service: Server, stop: threading.Event) -> None:
     """Rankings, searches, refusals, a caller that goes away, until told to stop."""
     body = example()
     search = {name: value for name, value in body.items() if name != "candidates"}

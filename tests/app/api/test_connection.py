@@ -162,6 +162,8 @@ def test_the_request_of_a_departed_caller_is_dropped_and_counted(how: str, stage
             gone = 'ranker_http_requests_total{code="499",method="POST",route="/rank"}'
             until(lambda: live.figure(gone) == 1)
             assert live.figure(f'ranker_cancelled_total{{stage="{stage}"}}') == 1
+            timed = 'ranker_http_request_duration_seconds_count{method="POST",refused="false",route="/rank"}'
+            until(lambda: live.figure(timed) == 1)
         finally:
             gate.opened.set()
         if stage == "queue":

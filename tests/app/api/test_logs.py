@@ -11,6 +11,7 @@ import pty
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import structlog
@@ -143,6 +144,27 @@ def test_a_stalled_reader_stops_nobody_and_drops_are_counted() -> None:
         assert time.monotonic() - began < 10
     os.close(reader)
     assert MOST_SUCCESSES < MOST_WAITING, "there is room for what goes wrong"
+
+
+def test_lines_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> None:
+    code = """if True:
+        from tests.support.full_disk import full_disk
+        lost = []
+        logs.writer.on_loss = lost.append
+        for first, size in ((0, 1_000_000), (100, 20_000), (200, 20_000_000), (300, 20_000_000)):
+            with full_disk(size):
+                for n in range(first, first + 100):
+                    log.error('planted', number=n, padding='x' * 60)
+                logs.drain()
+        print(sum(lost))
+    """
+    with (tmp_path / "log").open("wb") as file:
+        ended = subprocess.run([sys.executable, "-c", LOG + code], stderr=file, stdout=subprocess.PIPE, timeout=60)
+    written = (tmp_path / "log").read_text().splitlines()
+    whole = [json.loads(line)["number"] for line in written if line.endswith("}")]
+    assert len(written) == len(whole) + 1, "one line is there in part, on a line of its own"
+    assert 0 < int(ended.stdout) == 400 - len(whole) < 100
+    assert {*range(100), *range(200, 400)} <= {*whole}
 
 
 def test_without_a_reader_the_process_goes_on() -> None:

@@ -19,7 +19,7 @@ CONTRACT = [
     "batch_requests_bucket", "batch_candidates_bucket", "batch_padding_ratio_bucket", "queue_requests",
     "queue_candidates", "rejected_total", "cancelled_total", "candidates_scored_total", "history_truncated_total",
     "context_cache_lookups_total", "context_cache_bytes", "context_cache_evictions_total", "model_info", "ready",
-    "last_forward_timestamp_seconds", "reloads_total", "forward_failures_total", "log_lines_dropped_total",
+    "last_forward_timestamp_seconds", "stalled_seconds", "reloads_total", "forward_failures_total", "log_lines_dropped_total",
     "reply_probability_bucket", "search_requests_bucket", "user_vectors_total", "feed_entries_total", "context_handles_total",
 ]  # fmt: skip
 
@@ -28,7 +28,7 @@ def scraped() -> str:
     async def main() -> str:
         async with rankers.running() as ranker:
             ranker.metrics.http_requests.labels("POST", "/rank", "200").inc()
-            ranker.metrics.http_seconds.labels("POST", "/rank").observe(0.001)
+            ranker.metrics.http_seconds.labels("POST", "/rank", "false").observe(0.001)
             ranker.metrics.reply_probabilities.record(("favorite",), np.ones((2, 1), np.float32))
             await rankers.rank(ranker, 1, 5)
             await rankers.until(lambda: rankers.figure(ranker, "ranker_candidates_scored_total") == 5)
@@ -46,6 +46,7 @@ def test_every_series_of_the_contract_is_exposed() -> None:
         'ranker_rejected_total{reason="too_large"} 0.0',
         'ranker_reloads_total{result="failure"} 0.0',
         'ranker_log_lines_dropped_total{reason="reader_slow"} 0.0',
+        'ranker_log_lines_dropped_total{reason="not_written"} 0.0',
         'ranker_context_cache_lookups_total{result="miss"} 1.0',
         "ranker_candidates_scored_total 5.0",
         "ranker_ready 1.0",

@@ -103,6 +103,14 @@ def asked(running: Running, path: str, body: dict[str, Any]) -> tuple[Any, dict[
     return reply, {name: value - before.get(name, 0.0) for name, value in samples(ranker).items()}, line
 
 
+def test_the_time_of_a_refused_request_is_told_from_others() -> None:
+    name = 'ranker_http_request_duration_seconds_count{method="POST",refused="%s",route="/rank"}'
+    with served() as (client, ranker):
+        for body in (good(), {}, {}):
+            client.post("/rank", json=body)
+        assert [samples(ranker)[name % refused] for refused in ("false", "true")] == [1, 2]
+
+
 @pytest.mark.parametrize("path", CALLS)
 def test_a_request_is_named_counted_and_timed(running: Running, path: str) -> None:
     body, _, stages, said, replies = CALLS[path]
@@ -121,7 +129,8 @@ def test_a_request_is_named_counted_and_timed(running: Running, path: str) -> No
     assert list(told) == stages
     labels = f'{{code="200",method="POST",route="{path}"}}'
     assert grown[f"ranker_http_requests_total{labels}"] == 1
-    assert grown[f'ranker_http_request_duration_seconds_count{{method="POST",route="{path}"}}'] == 1
+    timed_as = f'{{method="POST",refused="false",route="{path}"}}'
+    assert grown[f"ranker_http_request_duration_seconds_count{timed_as}"] == 1
     for stage in {"parse", "serialize", "attention"} & {*stages, "serialize"}:
         assert grown[f'ranker_stage_duration_seconds_count{{stage="{stage}"}}'] == 1
         seconds = grown[f'ranker_stage_duration_seconds_sum{{stage="{stage}"}}']

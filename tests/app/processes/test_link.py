@@ -395,6 +395,16 @@ async def test_metrics_name_a_worker_by_its_number(tmp_path: Path) -> None:
     assert 'ranker_history_truncated_total{worker="1"} 0.0' in text
 
 
+async def test_metrics_tell_which_workers_answered(tmp_path: Path) -> None:
+    async with engine_process(tmp_path, workers=3), worker(tmp_path, 1) as ranker, worker(tmp_path, 3):
+        text = (await ranker.exposition()).decode()
+        for number, value in ((1, 1), (2, 0), (3, 1)):
+            assert f'ranker_worker_up{{worker="{number}"}} {value:.1f}' in text
+        async with worker(tmp_path, 2):
+            assert 'ranker_worker_up{worker="2"} 1.0' in (await ranker.exposition()).decode()
+        assert 'ranker_worker_up{worker="2"} 0.0' in (await ranker.exposition()).decode()
+
+
 async def test_a_worker_refuses_callers_who_leave_too_soon(tmp_path: Path) -> None:
     """The engine process tells what awaits a request while it refuses some, and ends to tell it afterwards."""
     tight = Queue(max_candidates=8, max_wait_seconds=0)

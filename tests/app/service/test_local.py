@@ -350,10 +350,12 @@ async def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
         await until(lambda: is_refused(now.ranker))  # however often it is asked
         assert "finished no forward" in now.ranker.health().reason
         assert now.ranker.health().failed
+        assert figure(now.ranker, "ranker_stalled_seconds") > 0.05
         with pytest.raises(DeadlineExceeded):
             await now.first
         now.gate.opened.set()
         await until(lambda: now.ranker.health().ready)
+        assert figure(now.ranker, "ranker_stalled_seconds") == 0
         assert is_right((await rank(now.ranker, 2)).scores, 2)
 
 
