@@ -13,7 +13,7 @@ import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,15 +33,6 @@ COMPILE_SECONDS = 300
 PREBUILT = "prebuilt"  # the folder beside a source where a wheel has its kernels
 DIGEST_BYTES = 32
 UNFINISHED = "unfinished-kernel-"  # how the name of a directory begins in which a kernel is being built
-# Runs a command whose standard input is a pipe. Once nobody holds the other end, the whole process group ends: a compiler has children.
-UNTIL_CLOSED = """
-exec 3<&0
-"$@" 3<&- </dev/null & command=$!
-{ read -r _ <&3; kill 0; } >/dev/null 2>&1 & watch=$!
-wait $command; code=$?
-kill -9 $watch; wait $watch 2>/dev/null
-exit $code
-"""
 HERE = Path(__file__).parent
 
 V3, V4 = (
@@ -266,7 +257,7 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, library: Path)
     with _unfinished(library.parent) as scratch:
         built = scratch / library.name
         command = [compiler, *flags, str(source), "-o", str(built)]
-        result = _run_while_alive(command)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
         if result.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
         seal(built)
@@ -288,21 +279,3 @@ def _unfinished(directory: Path) -> Iterator[Path]:
             yield Path(scratch)
     finally:
         os.close(lock)
-
-
-def _run_while_alive(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command, which ends when this process does, however that ends. Raises subprocess.TimeoutExpired after `COMPILE_SECONDS`."""
-    reader, writer = os.pipe()
-    try:
-        return subprocess.run(
-            ["/bin/sh", "-c", UNTIL_CLOSED, "sh", *command],
-            stdin=reader,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=COMPILE_SECONDS,
-            process_group=0,
-        )
-    finally:
-        os.close(reader)
-        os.close(writer)
