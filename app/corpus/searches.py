@@ -99,6 +99,14 @@ class Searches:
         """Return the present state of the corpus, None where none is served."""
         return None if self.versions.current is None else self._loaded.state()
 
+    def is_in(self, directory: Path) -> bool:
+        """Whether the corpus that serves is what lies in this directory now. Raises CorpusNotLoaded or NoCorpus. For any thread."""
+        return self._loaded.changes.is_in(directory)
+
+    def changed_file(self) -> str:
+        """A sentence if a file that is searched was written to since it was read, else empty. For any thread."""
+        return "" if self.versions.current is None else self._loaded.changed_file()
+
     @property
     def _loaded(self) -> LoadedCorpus:
         if self.versions.current is None:

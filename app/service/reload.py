@@ -118,8 +118,8 @@ class Reloader:
             self._keep(self._reload_everything())
 
     def watch(self, seconds: float) -> None:
-        """Check every `seconds` whether the manifest of the present checkpoint, retrieval checkpoint or corpus has changed, and then
-        load it."""
+        """Check every `seconds` whether the manifest of the present checkpoint, retrieval checkpoint or corpus was replaced, or a file that
+        is served from was written to, and then load what is there, unless it serves."""
         self._keep(self._watch(seconds))
 
     def stop(self) -> None:
@@ -209,24 +209,24 @@ class Reloader:
 
     async def _watch(self, seconds: float) -> None:
         # The first look compares what is there with what serves: it may have been switched after the first load had read it.
-        seen: Identity = None
-        seen_posts: list[Identity] = []
+        seen: tuple[Identity, str] = None, ""
+        seen_posts: tuple[list[Identity], str] = [], ""
         while True:
             await asyncio.sleep(seconds)
             if self._versions.current is None:
                 continue  # not known yet what the first load has read
-            posts = await asyncio.to_thread(self._retrieval_manifests)
-            if posts != seen_posts and None not in posts and await self._follow_corpus():
+            posts = await asyncio.to_thread(self._retrieval_manifests), self._corpus.changed_file()
+            if posts != seen_posts and None not in posts[0] and await self._follow_corpus():
                 seen_posts = posts
-            identity = await asyncio.to_thread(_identity, self.checkpoint)
-            if identity not in (None, seen) and await self._follow():
-                seen = identity  # a refused one is not tried again until it changes
+            model = await asyncio.to_thread(_identity, self.checkpoint), self._versions.current.loaded.changed_file()
+            if model != seen and model[0] is not None and await self._follow():
+                seen = model  # a refused one is not tried again until it changes
 
     async def _follow(self) -> bool:
         """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""
         current = self._versions.current
         digest = await asyncio.to_thread(_digest, self.checkpoint)
-        if current is None or digest != current.loaded.served.manifest.digest:
+        if current is None or digest != current.loaded.served.manifest.digest or current.loaded.changed_file():
             return await _try(self.reload())
         self._metrics.reload_failed.labels("checkpoint").set(0)  # one that was refused has been replaced by what serves
         return True
@@ -239,13 +239,16 @@ class Reloader:
         return True
 
     def _serves_these_posts(self) -> bool:
-        """Whether the retrieval checkpoint and the corpus that serve are those on the disk."""
+        """Whether the retrieval checkpoint and the corpus that serve are those on the disk. A copy of the corpus is not: it may have other
+        changes."""
         checkpoint, corpus = self.retrieval
         try:
             served = self._corpus.served
             return (
                 checkpoint is not None
                 and corpus is not None
+                and self._corpus.is_in(corpus)
+                and not self._corpus.changed_file()
                 and load_corpus_manifest(corpus).digest == served.corpus.digest
                 and _digest(checkpoint) == served.manifest.digest
             )

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from app.queue.loading import LoadedModel, checkpoint_loader
 from app.queue.runners import Steps
 from app.service.local import LocalService
 from app.service.reload import resumed
-from app.settings import Admin, Reload, Settings
+from app.settings import Admin, Reload, Retrieval, Settings
 from model.engine import EngineError
 from model.synthetic import random_request
+from tests.app.corpus.serving import ADMIN, change, ids_of, write_mapped_corpus
+from tests.support import corpora
 from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request, is_right, load_by_name
 from tests.support.rankers import create, figure, rank, running, until
 from weights.errors import CheckpointError
@@ -466,6 +469,78 @@ async def test_the_watch_sees_a_manifest_of_equal_inode_size_and_time(tmp_path: 
         after = write("v2")
         assert all(getattr(before, name) == getattr(after, name) for name in ("st_ino", "st_size", "st_mtime_ns"))
         await until(lambda: ranker.model().manifest.version == "v2")
+
+
+async def test_the_watch_reads_a_corpus_that_a_copy_of_it_has_replaced(tmp_path: Path) -> None:
+    """As when a backup is put back: the manifests are equal, the changes are not."""
+    checkpoint, corpus = corpora.written(tmp_path)
+    shutil.copytree(corpus, tmp_path / "backup")
+    retrieval = Retrieval(checkpoint=checkpoint, corpus=corpus)
+    async with running(checkpoint=tmp_path / "none", retrieval=retrieval, admin=ADMIN) as ranker:
+        await ranker.corpus.change(change([1], []))
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        assert reloads(ranker) == {}
+        corpus.rename(tmp_path / "old")
+        (tmp_path / "backup").rename(corpus)
+        await until(lambda: reloads(ranker) == {"success": 1})
+        assert 1 in await ids_of(ranker.corpus)
+        assert (await ranker.corpus.change(change([2], []))).changes == 1
+        await asyncio.sleep(0.1)
+        assert reloads(ranker) == {"success": 1}
+
+
+@pytest.mark.parametrize("is_replaced_first", [False, True])
+async def test_the_watch_ends_answers_of_503_with_an_equal_directory(tmp_path: Path, is_replaced_first: bool) -> None:
+    """Somebody has written into a file that was served from. What was served before may be no longer in its place then."""
+    place = Place(tmp_path)
+    served = tmp_path / "v1" / "params"
+    served.write_bytes(b"right")
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        loaded = place.load(path, steps)
+        file = FileIO(path / "params")
+        loaded.checkpoint.mapped.add("params", file, os.fstat(file.fileno()))
+        return loaded
+
+    def replace() -> None:
+        shutil.copytree(tmp_path / "v1", tmp_path / "fresh")
+        (tmp_path / "fresh" / "params").write_bytes(b"right")
+        (tmp_path / "v1").rename(tmp_path / "old")
+        (tmp_path / "fresh").rename(tmp_path / "v1")
+
+    async with running(load=load, checkpoint=place.path) as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        before = served.open("r+b")
+        if is_replaced_first:
+            replace()
+            await asyncio.sleep(0.1)
+        with before:
+            before.write(b"changed")
+        assert "was written to" in ranker.health().reason
+        if not is_replaced_first:
+            replace()
+        await until(lambda: ranker.health().ready)
+        await asyncio.sleep(0.1)
+        assert len(place.loads) <= 3, "it has not been loaded at each look"
+
+
+async def test_the_watch_reads_a_corpus_again_that_was_written_into(tmp_path: Path) -> None:
+    write_mapped_corpus(tmp_path)
+    corpus = tmp_path / "corpus-v1"
+    shutil.copytree(corpus, tmp_path / "fresh")
+    retrieval = Retrieval(checkpoint=tmp_path / "towers-v1", corpus=corpus)
+    async with running(checkpoint=tmp_path / "none", retrieval=retrieval, threads=1) as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        with (corpus / "vectors.safetensors").open("r+b") as file:
+            file.seek(4096)
+            file.write(bytes(8192))
+        assert "was written to" in ranker.health().reason
+        corpus.rename(tmp_path / "old")
+        (tmp_path / "fresh").rename(corpus)
+        await until(lambda: ranker.health().ready)
 
 
 async def test_the_watch_goes_on_after_another_reload_has_kept_it_out(tmp_path: Path) -> None:
