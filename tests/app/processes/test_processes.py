@@ -519,6 +519,19 @@ if json.loads(os.environ.get("_RANKER_ROLE", "{}")).get("worker"):
     assert len(ended) >= 2 * 3
 
 
+def test_workers_that_are_killed_at_their_start_end_all(tmp_path: Path) -> None:
+    """As for lack of memory."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import json, os, signal
+if json.loads(os.environ.get("_RANKER_ROLE", "{}")).get("worker"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    with serving(workers=2, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, wait_ready=False) as server:
+        assert server.wait(60) == 1
+
+
 def test_workers_that_start_slowly_and_fail_end_all(tmp_path: Path) -> None:
     # The second needs 11 s for its start, and the first is being started again when it fails.
     (tmp_path / "sitecustomize.py").write_text(
