@@ -37,7 +37,7 @@ from app.telemetry import logs
 PREFIX = "phoenix-ranker-processes-"  # of the directory for temporary files
 MARKER = "made-by-phoenix-ranker"  # in it: only a directory that holds this file is ever removed as a left one
 SOCKET = "engine"  # beside the marker: the engine process's socket
-PATHS_FILE = "loaded.json"  # beside the socket: what a reload loaded last
+PATHS_FILE = "loaded.json"  # beside the socket: what was loaded last
 CONFIG_FILE = "settings.toml"  # beside the socket: the file of settings as it was at the start
 KEYS_FILE = "keys.json"  # beside the socket: what the file of keys held when it could last be used
 LEFT_FILES = {MARKER, SOCKET, PATHS_FILE, "loaded.partial", CONFIG_FILE, KEYS_FILE, "keys.partial"}
@@ -105,14 +105,9 @@ def play(role: Role, settings: Settings) -> int:
         )
     from app.processes.engine_process import EngineProcess
     from app.service.local import create_ranker
-    from app.service.reload import resumed
 
-    paths_file = Path(role.path).with_name(PATHS_FILE)
-    first_checkpoint = settings.checkpoint
-    settings = resumed(settings, paths_file)
     local = create_ranker(settings, Metrics())
-    local.reloads.first_checkpoint = first_checkpoint
-    local.reloads.paths_file = paths_file
+    local.reloads.resume(Path(role.path).with_name(PATHS_FILE))
     local.watchdog.watch_loop(server.hung)
     return server.run_engine(settings, EngineProcess(local, settings), role.path)
 

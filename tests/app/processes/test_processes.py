@@ -248,6 +248,26 @@ def engine_killed(server: Server) -> None:
     wait_until(lambda: server.get("/readyz").status_code == 200, 90)
 
 
+def test_a_lost_engine_process_comes_back_beside_a_refused_link(tmp_path: Path) -> None:
+    """It serves what it served, and says again that what the link leads to is refused."""
+    one_and_two(tmp_path)
+    (tmp_path / "two" / "params.safetensors").write_bytes(b"damaged")
+    link, fresh = tmp_path / "current", tmp_path / "fresh"
+    link.symlink_to(tmp_path / "one")
+    with serving(link, workers=2, reload__watch_seconds=0.2) as server:
+        before = versions(server)
+        fresh.symlink_to(tmp_path / "two")
+        fresh.rename(link)
+
+        def refusals() -> int:
+            return sum(line["event"] == "reload_failed" for line in server.log_lines)
+
+        wait_until(lambda: refusals() == 1, 20, server)
+        engine_killed(server)
+        assert versions(server) == before
+        wait_until(lambda: refusals() == 2, 20, server)
+
+
 def test_a_process_that_cannot_be_started_is_tried_again(several: Server) -> None:
     """The parent has no descriptor left when a worker ends."""
     before, parent = children(several)["worker"], several.process.pid
