@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,8 @@ class Reloader:
             partial.rename(self._paths_file)
         except OSError as error:
             log.error("reload_not_kept", reason=error.strerror)
+            with suppress(OSError):
+                self._paths_file.unlink()  # else what served earlier would come back
 
     async def reload(self, name: str | None = None) -> tuple[ServedModel, bool]:
         """Serve the checkpoint of this name below the root, or read the present one again, following a changed link. Return what serves,

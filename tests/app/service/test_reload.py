@@ -674,3 +674,18 @@ async def test_the_next_process_does_not_begin_with_refused_posts(tmp_path: Path
         assert {1, 2} & await ids_of(ranker.corpus) == {2}
         with pytest.raises(NotStored, match="was replaced on the disk"):
             await ranker.corpus.change(change([2], []))
+
+
+async def test_nothing_older_comes_back_if_what_served_was_not_saved(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    for name in ("v2", "v3", "v1"):
+        place.point(name)
+    async with process() as ranker:
+        await ranker.reloads.reload("v2")
+        (tmp_path / "loaded.partial").mkdir()  # as on a full disk, nothing can be written
+        with structlog.testing.capture_logs() as lines:
+            await ranker.reloads.reload("v3")
+        assert "reload_not_kept" in [line["event"] for line in lines]
+    async with process() as ranker:
+        assert ranker.model().manifest.version == "v1", "what the settings name"
