@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,14 @@ Paths = tuple[Path, Path | None, Path | None]
 class Kept(msgspec.Struct, frozen=True):
     """What an engine process leaves to the one that takes its place.
 
-    `paths`: what is read again. `directories`: where these paths led when they were loaded.
+    `paths`: what is read again. `directories`: where these paths led when they were loaded. `left`: by what a reload has named (see
+    RELOADED), hashes of the manifests that were then where the settings name them. Once others are there, the watch follows the settings
+    again.
     """
 
     paths: Paths
     directories: list[Path | None]
+    left: dict[str, list[str | None]]
 
 
 KEPT = msgspec.json.Decoder(Kept, dec_hook=lambda kind, value: kind(value))
@@ -81,6 +85,7 @@ class Reloader:
         self._serve = serve
         self.first_checkpoint, self.first_retrieval = self.checkpoint, self.retrieval
         """What the settings name. Of all checkpoints, only this one may lie outside the root."""
+        self._left: dict[str, list[str | None]] = {}  # as in `Kept`
         self._begins_with: Paths = (self.checkpoint, *self.retrieval)  # read by the first load
         self._directories = [*self._begins_with]  # as in `Kept`
         self._paths_file: Path | None = None  # for the `Kept` of this process
@@ -108,6 +113,7 @@ class Reloader:
             log.error("reload_not_kept", reason=f"{checkpoint} leads out of the root of reloads")
             return
         self.checkpoint, self.retrieval = kept.paths[0], kept.paths[1:]
+        self._left = kept.left
         self._begins_with = checkpoint, retrieval[0], retrieval[1]
 
     def begin(self) -> Paths:
@@ -119,7 +125,7 @@ class Reloader:
         """Leave what serves to an engine process that takes the place of this one, if there will be one."""
         if self._paths_file is None:
             return
-        kept = Kept((self.checkpoint, *self.retrieval), self._directories)
+        kept = Kept((self.checkpoint, *self.retrieval), self._directories, self._left)
         partial = self._paths_file.with_suffix(".partial")
         try:
             partial.write_bytes(msgspec.json.encode(kept, enc_hook=str))
@@ -137,10 +143,12 @@ class Reloader:
         """
         path = self.checkpoint if name is None else self._resolve(name)
         async with self._recorded("checkpoint", self._model_identity, checkpoint=str(path)) as record:
-            directory = _directory(path)
+            directory, left = _directory(path), _manifests([self.first_checkpoint])
             model = await self._serve(path if path == self.first_checkpoint else self._target(path))
             record.log_fields |= {"version": model.manifest.version, "digest": model.manifest.digest}
         self.checkpoint, self._directories[0] = path, directory
+        if name is not None:
+            self._left["checkpoint"] = left
         self.keep()
         return model, record.is_changed
 
@@ -159,9 +167,12 @@ class Reloader:
         paths = {"retrieval": str(checkpoint_path), "corpus": str(corpus_path)}
         async with self._recorded("corpus", self._corpus_identity, **paths) as record:
             directories = [_directory(checkpoint_path), _directory(corpus_path)]
+            left = _manifests(self.first_retrieval)
             served = await self._corpus.swap(checkpoint_path, corpus_path)
             record.log_fields |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
         self.retrieval, self._directories[1:] = (checkpoint_path, corpus_path), directories
+        if checkpoint is not None or corpus is not None:
+            self._left["corpus"] = left
         self.keep()
         return served, record.is_changed
 
@@ -263,12 +274,23 @@ class Reloader:
             await asyncio.sleep(seconds)
             if self._versions.current is None:
                 continue  # not known yet what the first load has read
+            if self.retrieval != self.first_retrieval and await self._has_others("corpus", self.first_retrieval):
+                self.retrieval = self.first_retrieval
+            if self.checkpoint != self.first_checkpoint and await self._has_others(
+                "checkpoint", [self.first_checkpoint]
+            ):
+                self.checkpoint = self.first_checkpoint
             posts = await asyncio.to_thread(_identities, self.retrieval), self._corpus.changed_file()
             if posts != seen_posts and None not in posts[0] and await self._follow_corpus():
                 seen_posts = posts
             model = await asyncio.to_thread(_identity, self.checkpoint), self._versions.current.loaded.changed_file()
             if model != seen and model[0] is not None and await self._follow():
                 seen = model  # a refused one is not tried again until it changes
+
+    async def _has_others(self, of: str, paths: Sequence[Path | None]) -> bool:
+        """Whether other manifests are at these paths, which the settings name, than at the last reload by name."""
+        manifests = await asyncio.to_thread(_manifests, paths)
+        return None not in manifests and manifests != self._left.get(of)
 
     async def _follow(self) -> bool:
         """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""
@@ -347,6 +369,18 @@ def _directory(path: Path | None) -> Path | None:
 def _place(path: Path | None, directory: Path | None) -> Path | None:
     """The path where it still leads to this directory, or where nothing is in the directory any more; else the directory."""
     return path if directory is None or directory == _directory(path) or _identity(directory) is None else directory
+
+
+def _manifests(paths: Iterable[Path | None]) -> list[str | None]:
+    """The hash of each manifest, None for one that cannot be read."""
+
+    def of(path: Path | None) -> str | None:
+        try:
+            return None if path is None else hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest()
+        except OSError:
+            return None
+
+    return [*map(of, paths)]
 
 
 def _below(root: Path, path: Path) -> Path | None:

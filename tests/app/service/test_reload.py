@@ -512,6 +512,48 @@ async def test_the_watch_reads_a_corpus_again_that_was_written_into(tmp_path: Pa
         await until(lambda: ranker.health().ready)
 
 
+async def test_the_watch_leaves_a_rollback_until_the_link_is_switched(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.point("v2")
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+        ranker.reloads.watch(0.01)
+        await ranker.reloads.reload("v1")
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+            assert ranker.model().manifest.version == "v1"
+            place.point("v2")  # published once more
+        place.point("v3")
+        await until(lambda: ranker.model().manifest.version == "v3")
+        await ranker.reloads.reload("v2")
+        await asyncio.sleep(0.1)
+        place.point("v2")  # for good
+        await asyncio.sleep(0.1)
+        assert place.loads == ["v2", "v1", "v3", "v2"]
+        place.point("v4")
+        await until(lambda: ranker.model().manifest.version == "v4")
+
+
+async def test_the_watch_leaves_named_posts_until_a_link_is_switched(tmp_path: Path) -> None:
+    both = [corpora.written(tmp_path, seed, f"v{seed}") for seed in (1, 2, 3)]
+    links = tmp_path / "towers", tmp_path / "posts"
+
+    def point(version: int) -> None:
+        for link, target in zip(links, both[version - 1], strict=True):
+            (tmp_path / "fresh").symlink_to(target)
+            (tmp_path / "fresh").rename(link)
+
+    point(2)
+    retrieval = Retrieval(checkpoint=links[0], corpus=links[1])
+    groups: dict[str, Any] = {"retrieval": retrieval, "admin": Admin(root=tmp_path), "threads": 1}
+    async with running(checkpoint=tmp_path / "none", **groups) as ranker:
+        ranker.reloads.watch(0.01)
+        await ranker.reloads.reload_corpus("towers-v1", "corpus-v1")
+        await asyncio.sleep(0.1)
+        assert ranker.corpus.served.corpus.version == "v1"
+        point(3)
+        await until(lambda: ranker.corpus.served.corpus.version == "v3")
+
+
 async def test_the_watch_goes_on_after_another_reload_has_kept_it_out(tmp_path: Path) -> None:
     place = SlowPlace(tmp_path)
     async with running(load=place.load, checkpoint=place.path) as ranker:
@@ -674,6 +716,22 @@ async def test_the_next_process_does_not_begin_with_refused_posts(tmp_path: Path
         assert {1, 2} & await ids_of(ranker.corpus) == {2}
         with pytest.raises(NotStored, match="was replaced on the disk"):
             await ranker.corpus.change(change([2], []))
+
+
+async def test_the_next_process_leaves_a_rollback_and_follows_the_link(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    place.point("v2")
+    async with process() as ranker:
+        await ranker.reloads.reload("v1")
+    async with process() as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        assert ranker.model().manifest.version == "v1"
+    place.point("v3")
+    async with process() as ranker:
+        ranker.reloads.watch(0.01)
+        await until(lambda: ranker.model().manifest.version == "v3")
 
 
 async def test_nothing_older_comes_back_if_what_served_was_not_saved(tmp_path: Path) -> None:
