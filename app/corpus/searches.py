@@ -27,6 +27,7 @@ from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
 from model.retrieval.inputs import Mark, PostChange
+from weights.errors import NotStored
 
 SCAN_REQUESTS = 32  # searches that share one scan of the corpus
 MOST_CHANGES = 4  # that wait or are being made; one is made at a time
@@ -99,6 +100,14 @@ class Searches:
         """Return the present state of the corpus, None where none is served."""
         return None if self.versions.current is None else self._loaded.state()
 
+    def is_in(self, directory: Path) -> bool:
+        """Whether the corpus that serves is what lies in this directory now. Raises CorpusNotLoaded or NoCorpus. For any thread."""
+        return self._loaded.changes.is_in(directory)
+
+    def changed_file(self) -> str:
+        """A sentence if a file that is searched was written to since it was read, else empty. For any thread."""
+        return "" if self.versions.current is None else self._loaded.changed_file()
+
     @property
     def _loaded(self) -> LoadedCorpus:
         if self.versions.current is None:
@@ -110,11 +119,13 @@ class Searches:
 
     # life
 
-    async def load(self) -> None:
-        """Load the corpus of the settings, if they name one, and begin to follow the feed. Raises what the loader raises."""
-        checkpoint, corpus = self._paths
+    async def load(self, checkpoint: Path | None, corpus: Path | None, again: tuple[Path | None, Path | None]) -> None:
+        """Load this corpus, if there is one, and begin to follow the feed. `again`: the paths that are to be read again later. Raises what
+        the loader raises."""
+        self._paths = again
         if checkpoint is not None and corpus is not None:
             await self.swap(checkpoint, corpus)
+            self._paths = again
         self._begin(self._drop_lost())
         if self.feed is not None:
             self._begin(self.feed.run(self))
@@ -217,6 +228,9 @@ class Searches:
                 return loaded.state()
             scheduler: Scheduler[SearchJob] | None = self.versions.current
             assert scheduler is not None
+            corpus = self._paths[1]
+            if corpus is None or not await asyncio.to_thread(loaded.changes.is_in, corpus):
+                raise NotStored("The corpus was replaced on the disk; read it again.")
             try:
                 change, added = await asyncio.to_thread(loaded.record, changes, position)
             except EngineError as error:

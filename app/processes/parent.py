@@ -4,7 +4,8 @@ SIGTERM, SIGINT    workers drain and end, then the engine process; a second sign
 SIGHUP             the workers take the keys that their file holds now, if it can be used; the engine process loads the checkpoints and the
                    corpus again
 a worker ends      it is started again; a process that stays stopped (SIGSTOP) is killed first
-no worker starts   all end: with 2 if the settings cannot be used, else as the last one that failed several times in a row
+no worker starts   all end: with 2 if the settings cannot be used, else as the last one that failed several times in a row, with 1 if
+                   a signal such as SIGKILL has ended it
 the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70
 the first load fails   all end with 1
 """
@@ -36,7 +37,7 @@ from app.telemetry import logs
 PREFIX = "phoenix-ranker-processes-"  # of the directory for temporary files
 MARKER = "made-by-phoenix-ranker"  # in it: only a directory that holds this file is ever removed as a left one
 SOCKET = "engine"  # beside the marker: the engine process's socket
-PATHS_FILE = "loaded.json"  # beside the socket: what a reload loaded last
+PATHS_FILE = "loaded.json"  # beside the socket: what was loaded last
 CONFIG_FILE = "settings.toml"  # beside the socket: the file of settings as it was at the start
 KEYS_FILE = "keys.json"  # beside the socket: what the file of keys held when it could last be used
 LEFT_FILES = {MARKER, SOCKET, PATHS_FILE, "loaded.partial", CONFIG_FILE, KEYS_FILE, "keys.partial"}
@@ -52,6 +53,9 @@ STOPPED_STATE = "T"  # of a process after SIGSTOP; under a debugger it has anoth
 
 ORDERLY = {0, -signal.SIGTERM, -signal.SIGINT}
 """Exit codes of processes at the end. A signal ends a process by itself only before it serves, or after its last request."""
+
+SENT = ORDERLY | {-signal.SIGHUP}
+"""Exit codes that say nothing of what prevents a start: of signals that a process is sent and does not handle yet."""
 
 log = structlog.get_logger("app.processes.parent")
 
@@ -101,14 +105,9 @@ def play(role: Role, settings: Settings) -> int:
         )
     from app.processes.engine_process import EngineProcess
     from app.service.local import create_ranker
-    from app.service.reload import resumed
 
-    paths_file = Path(role.path).with_name(PATHS_FILE)
-    first_checkpoint = settings.checkpoint
-    settings = resumed(settings, paths_file)
     local = create_ranker(settings, Metrics())
-    local.reloads.first_checkpoint = first_checkpoint
-    local.reloads.paths_file = paths_file
+    local.reloads.resume(Path(role.path).with_name(PATHS_FILE))
     local.watchdog.watch_loop(server.hung)
     return server.run_engine(settings, EngineProcess(local, settings), role.path)
 
@@ -120,7 +119,7 @@ class Child:
         self.parent = parent
         self.number = number
         self.pause = PAUSE_SECONDS
-        self.failures = 0  # ends in a row with a positive exit code, before it listened or soon after its start
+        self.failures = 0  # ends in a row before it listened, or soon after its start with a positive exit code
         self.start_at = 0.0
         self.stopped_since: float | None = None  # monotonic seconds
         self.process: subprocess.Popen[bytes] | None = None
@@ -167,7 +166,8 @@ class Child:
         now = time.monotonic()
         ended_soon = now < self.start_at + SOON_SECONDS
         self.pause = min(MOST_PAUSE_SECONDS, 2 * self.pause) if ended_soon else PAUSE_SECONDS
-        failed = (self.ended() or 0) > 0 and (ended_soon or not self.has_listened())
+        code = self.ended() or 0
+        failed = code not in SENT and (not self.has_listened() or (ended_soon and code > 0))
         self.failures = self.failures + 1 if failed else 0
         self.process, self.start_at = None, now + (self.pause if ended_soon else 0.0)
 
@@ -257,8 +257,8 @@ class Parent:
                     return code if 0 < code < EXIT_ENGINE_LOST else EXIT_ENGINE_LOST
                 else:
                     child.again()
-                    if code > 0 and self._no_worker_starts(code):
-                        return code
+                    if code and self._no_worker_starts(code):
+                        return code if code > 0 else EXIT_FAILED
             child.end_stopped(self.settings.queue.stall_exit_seconds)
             if child.process is None and time.monotonic() >= child.start_at:
                 try:

@@ -145,16 +145,18 @@ class LocalService:
         return served
 
     async def _first_load(self) -> None:
+        checkpoint, towers, corpus = self.reloads.begin()
         try:
-            scheduler = await self.versions.load(functools.partial(self._load, self.settings.checkpoint))
+            scheduler = await self.versions.load(functools.partial(self._load, checkpoint))
             self._loading = "The corpus is being loaded."
-            await self.corpus.load()
+            await self.corpus.load(towers, corpus, again=self.reloads.retrieval)
         except Exception as error:
             self._load_error = error
             log.error("not_loaded", reason=str(error))  # it may name a path, which a probe must not
             self._fatal("The checkpoint or the corpus could not be loaded; the log says why.")
             return
         self.versions.install(scheduler)
+        self.reloads.keep()
         self._has_started = not self._is_draining
         gc.collect()
         gc.freeze()  # once: the collector never walks code and weights again; a swap adds little and must not pause the loop

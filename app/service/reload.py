@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from app.corpus.searches import Searches
@@ -34,6 +35,25 @@ log = structlog.get_logger("app.service.reload")
 Identity = tuple[int, ...] | None
 """Device, inode, size, and the times of the last write and change of a manifest, of which some change when it is replaced, also by one
 on another volume; None while there is none."""
+
+Paths = tuple[Path, Path | None, Path | None]
+"""Of the checkpoint, the retrieval checkpoint and the corpus."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What an engine process leaves to the one that takes its place.
+
+    `paths`: what is read again. `directories`: where these paths led when they were loaded. `left`: by what a reload has named (see
+    RELOADED), hashes of the manifests that were then where the settings name them. Once others are there, the watch follows the settings
+    again.
+    """
+
+    paths: Paths
+    directories: list[Path | None]
+    left: dict[str, list[str | None]]
+
+
+KEPT = msgspec.json.Decoder(Kept, dec_hook=lambda kind, value: kind(value))
 
 
 @dataclass(slots=True)
@@ -59,19 +79,61 @@ class Reloader:
         self.root = _root(settings)
         self.checkpoint = settings.checkpoint
         self.retrieval = settings.retrieval.checkpoint, settings.retrieval.corpus
-        self.paths_file: Path | None = None
-        """Where an engine process that takes the place of this one finds what was loaded last. Default: nowhere."""
         self._metrics = metrics
         self._versions = versions
         self._corpus = corpus
         self._serve = serve
-        self.first_checkpoint = settings.checkpoint
-        """What the settings name: the only one that may lie outside the root. After `resumed`, the caller sets it."""
+        self.first_checkpoint, self.first_retrieval = self.checkpoint, self.retrieval
+        """What the settings name. Of all checkpoints, only this one may lie outside the root."""
+        self._left: dict[str, list[str | None]] = {}  # as in `Kept`
+        self._begins_with: Paths = (self.checkpoint, *self.retrieval)  # read by the first load
+        self._directories = [*self._begins_with]  # as in `Kept`
+        self._paths_file: Path | None = None  # for the `Kept` of this process
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way = 0  # reloads
         self._idle = asyncio.Event()  # set while none is
         self._idle.set()
         self._is_due = False  # whether a signal waits for those under way
+
+    def resume(self, paths_file: Path) -> None:
+        """Begin with what the engine process before this one served, if that has left it in this file and it is still there; and leave
+        there what this one serves. Call it before the first load."""
+        self._paths_file = paths_file
+        try:
+            kept = KEPT.decode(paths_file.read_bytes())
+            checkpoint, *retrieval = map(_place, kept.paths, kept.directories)
+            assert checkpoint is not None
+            load_manifest(checkpoint)
+        except FileNotFoundError:
+            return
+        except (OSError, CheckpointError) as error:
+            log.error("reload_not_kept", reason=str(error))
+            return
+        if kept.paths[0] != self.first_checkpoint and _below(self.root, checkpoint) is None:
+            log.error("reload_not_kept", reason=f"{checkpoint} leads out of the root of reloads")
+            return
+        self.checkpoint, self.retrieval = kept.paths[0], kept.paths[1:]
+        self._left = kept.left
+        self._begins_with = checkpoint, retrieval[0], retrieval[1]
+
+    def begin(self) -> Paths:
+        """Return what the first load reads. When it has ended well, call `keep`."""
+        self._directories = [*map(_directory, self._begins_with)]
+        return self._begins_with
+
+    def keep(self) -> None:
+        """Leave what serves to an engine process that takes the place of this one, if there will be one."""
+        if self._paths_file is None:
+            return
+        kept = Kept((self.checkpoint, *self.retrieval), self._directories, self._left)
+        partial = self._paths_file.with_suffix(".partial")
+        try:
+            partial.write_bytes(msgspec.json.encode(kept, enc_hook=str))
+            partial.rename(self._paths_file)
+        except OSError as error:
+            log.error("reload_not_kept", reason=error.strerror)
+            with suppress(OSError):
+                self._paths_file.unlink()  # else what served earlier would come back
 
     async def reload(self, name: str | None = None) -> tuple[ServedModel, bool]:
         """Serve the checkpoint of this name below the root, or read the present one again, following a changed link. Return what serves,
@@ -81,10 +143,13 @@ class Reloader:
         """
         path = self.checkpoint if name is None else self._resolve(name)
         async with self._recorded("checkpoint", self._model_identity, checkpoint=str(path)) as record:
+            directory, left = _directory(path), _manifests([self.first_checkpoint])
             model = await self._serve(path if path == self.first_checkpoint else self._target(path))
             record.log_fields |= {"version": model.manifest.version, "digest": model.manifest.digest}
-        self.checkpoint = path
-        self._keep_paths()
+        self.checkpoint, self._directories[0] = path, directory
+        if name is not None:
+            self._left["checkpoint"] = left
+        self.keep()
         return model, record.is_changed
 
     async def reload_corpus(
@@ -101,10 +166,14 @@ class Reloader:
             raise NoCorpus("Name both a retrieval checkpoint and a corpus: none is served yet.")
         paths = {"retrieval": str(checkpoint_path), "corpus": str(corpus_path)}
         async with self._recorded("corpus", self._corpus_identity, **paths) as record:
+            directories = [_directory(checkpoint_path), _directory(corpus_path)]
+            left = _manifests(self.first_retrieval)
             served = await self._corpus.swap(checkpoint_path, corpus_path)
             record.log_fields |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
-        self.retrieval = checkpoint_path, corpus_path
-        self._keep_paths()
+        self.retrieval, self._directories[1:] = (checkpoint_path, corpus_path), directories
+        if checkpoint is not None or corpus is not None:
+            self._left["corpus"] = left
+        self.keep()
         return served, record.is_changed
 
     def reload_soon(self) -> None:
@@ -118,8 +187,8 @@ class Reloader:
             self._keep(self._reload_everything())
 
     def watch(self, seconds: float) -> None:
-        """Check every `seconds` whether the manifest of the present checkpoint, retrieval checkpoint or corpus has changed, and then
-        load it."""
+        """Check every `seconds` whether the manifest of the present checkpoint, retrieval checkpoint or corpus was replaced, or a file that
+        is served from was written to, and then load what is there, unless it serves."""
         self._keep(self._watch(seconds))
 
     def stop(self) -> None:
@@ -145,16 +214,6 @@ class Reloader:
         if target is None:
             raise CheckpointNotFound
         return target
-
-    def _keep_paths(self) -> None:
-        if self.paths_file is None:
-            return
-        paths, partial = (self.checkpoint, *self.retrieval), self.paths_file.with_suffix(".partial")
-        try:
-            partial.write_text(json.dumps([path and str(path) for path in paths]))
-            partial.rename(self.paths_file)
-        except OSError as error:
-            log.error("reload_not_kept", reason=error.strerror)
 
     # what a reload did
 
@@ -209,24 +268,35 @@ class Reloader:
 
     async def _watch(self, seconds: float) -> None:
         # The first look compares what is there with what serves: it may have been switched after the first load had read it.
-        seen: Identity = None
-        seen_posts: list[Identity] = []
+        seen: tuple[Identity, str] = None, ""
+        seen_posts: tuple[list[Identity], str] = [], ""
         while True:
             await asyncio.sleep(seconds)
             if self._versions.current is None:
                 continue  # not known yet what the first load has read
-            posts = await asyncio.to_thread(self._retrieval_manifests)
-            if posts != seen_posts and None not in posts and await self._follow_corpus():
+            if self.retrieval != self.first_retrieval and await self._has_others("corpus", self.first_retrieval):
+                self.retrieval = self.first_retrieval
+            if self.checkpoint != self.first_checkpoint and await self._has_others(
+                "checkpoint", [self.first_checkpoint]
+            ):
+                self.checkpoint = self.first_checkpoint
+            posts = await asyncio.to_thread(_identities, self.retrieval), self._corpus.changed_file()
+            if posts != seen_posts and None not in posts[0] and await self._follow_corpus():
                 seen_posts = posts
-            identity = await asyncio.to_thread(_identity, self.checkpoint)
-            if identity not in (None, seen) and await self._follow():
-                seen = identity  # a refused one is not tried again until it changes
+            model = await asyncio.to_thread(_identity, self.checkpoint), self._versions.current.loaded.changed_file()
+            if model != seen and model[0] is not None and await self._follow():
+                seen = model  # a refused one is not tried again until it changes
+
+    async def _has_others(self, of: str, paths: Sequence[Path | None]) -> bool:
+        """Whether other manifests are at these paths, which the settings name, than at the last reload by name."""
+        manifests = await asyncio.to_thread(_manifests, paths)
+        return None not in manifests and manifests != self._left.get(of)
 
     async def _follow(self) -> bool:
         """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""
         current = self._versions.current
         digest = await asyncio.to_thread(_digest, self.checkpoint)
-        if current is None or digest != current.loaded.served.manifest.digest:
+        if current is None or digest != current.loaded.served.manifest.digest or current.loaded.changed_file():
             return await _try(self.reload())
         self._metrics.reload_failed.labels("checkpoint").set(0)  # one that was refused has been replaced by what serves
         return True
@@ -239,21 +309,21 @@ class Reloader:
         return True
 
     def _serves_these_posts(self) -> bool:
-        """Whether the retrieval checkpoint and the corpus that serve are those on the disk."""
+        """Whether the retrieval checkpoint and the corpus that serve are those on the disk. A copy of the corpus is not: it may have other
+        changes."""
         checkpoint, corpus = self.retrieval
         try:
             served = self._corpus.served
             return (
                 checkpoint is not None
                 and corpus is not None
+                and self._corpus.is_in(corpus)
+                and not self._corpus.changed_file()
                 and load_corpus_manifest(corpus).digest == served.corpus.digest
                 and _digest(checkpoint) == served.manifest.digest
             )
         except Exception:  # nothing serves, or it cannot be read, which a reload will explain
             return False
-
-    def _retrieval_manifests(self) -> list[Identity]:
-        return [_identity(path) for path in self.retrieval if path is not None]
 
     async def _reload_everything(self) -> None:
         while True:  # the first load, too, may have read what was replaced since
@@ -291,23 +361,26 @@ async def _try(reload: Awaitable[object]) -> bool:
     return True
 
 
-def resumed(settings: Settings, paths_file: Path) -> Settings:
-    """The settings with the paths that the process before this one loaded last; as they are if it left none that are still there, or if its
-    checkpoint is reached by a link that leads out of the root now."""
-    try:
-        checkpoint, retrieval_checkpoint, corpus = (path and Path(path) for path in json.loads(paths_file.read_bytes()))
-        load_manifest(checkpoint)
-    except FileNotFoundError:
-        return settings
-    except (OSError, CheckpointError) as error:
-        log.error("reload_not_kept", reason=str(error))
-        return settings
-    if checkpoint != settings.checkpoint and _below(_root(settings), checkpoint) is None:
-        log.error("reload_not_kept", reason=f"{checkpoint} leads out of the root of reloads")
-        return settings
-    retrieval = settings.retrieval.model_copy(update={"checkpoint": retrieval_checkpoint, "corpus": corpus})
-    admin = settings.admin.model_copy(update={"root": _root(settings)})  # names still mean what they meant
-    return settings.model_copy(update={"checkpoint": checkpoint, "retrieval": retrieval, "admin": admin})
+def _directory(path: Path | None) -> Path | None:
+    """Where a path leads now."""
+    return None if path is None else Path(os.path.realpath(path))
+
+
+def _place(path: Path | None, directory: Path | None) -> Path | None:
+    """The path where it still leads to this directory, or where nothing is in the directory any more; else the directory."""
+    return path if directory is None or directory == _directory(path) or _identity(directory) is None else directory
+
+
+def _manifests(paths: Iterable[Path | None]) -> list[str | None]:
+    """The hash of each manifest, None for one that cannot be read."""
+
+    def of(path: Path | None) -> str | None:
+        try:
+            return None if path is None else hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest()
+        except OSError:
+            return None
+
+    return [*map(of, paths)]
 
 
 def _below(root: Path, path: Path) -> Path | None:
@@ -324,6 +397,10 @@ def _root(settings: Settings) -> Path:
     """Where reloads find what they name. Default: the first checkpoint's parent, or itself if it lies at the top."""
     place = settings.checkpoint.absolute()
     return settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
+
+
+def _identities(checkpoints: Iterable[Path | None]) -> list[Identity]:
+    return [None if path is None else _identity(path) for path in checkpoints]
 
 
 def _identity(checkpoint: Path) -> Identity:

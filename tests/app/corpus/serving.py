@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from app.corpus.loading import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.searches import Searches
@@ -23,6 +25,9 @@ from model.inputs import NO_IDS, Context
 from model.retrieval.inputs import Answers, Filters, PostChange, PostRows, Query
 from tests.support import corpora
 from tests.support.fakes import fake_loader
+from weights.checkpoint import load_encoder
+from weights.corpus.importer import encode
+from weights.corpus.store import CorpusLabels, write_corpus
 
 FAR = float("inf")  # a deadline
 ADMIN = {"port": 1, "token_sha256": "0" * 64}  # with an admin port a process may change its corpus
@@ -142,3 +147,17 @@ def change(delete: list[int], new: list[int]) -> PostChange:
     ids = np.array(new, np.uint64)
     rows = PostRows(ids, ids % np.uint64(40) + np.uint64(1), np.zeros(len(new), np.int64), ["news"] * len(new))
     return PostChange(np.array(delete, np.uint64), rows)
+
+
+def write_mapped_corpus(root: Path) -> None:
+    """A corpus for `settings_of(root)` whose vectors are too long to be copied into memory."""
+    checkpoint, corpus = corpora.written(root)
+    encoder, ids = load_encoder(checkpoint), np.arange(1, 140_001, dtype=np.uint64)
+    columns = {
+        "post_ids": torch.from_numpy(ids.view(np.int64)),
+        "author_ids": torch.from_numpy(ids.view(np.int64)),
+        "vectors": encode(encoder, ids, ids),
+    }
+    shutil.rmtree(corpus)
+    labels, names = CorpusLabels("posts", "v1"), ["post_ids", "author_ids"]
+    write_corpus(corpus, labels, encoder, len(ids), names, lambda name: [columns[name]])

@@ -14,10 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import structlog
-import torch
 
 from app.corpus.loading import LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
@@ -38,15 +36,15 @@ from tests.app.corpus.serving import (
     running,
     settings_of,
     watched,
+    write_mapped_corpus,
 )
 from tests.support import corpora
 from tests.support.fakes import FakeClock, Gate
 from tests.support.rankers import until
-from weights.checkpoint import load_encoder, load_manifest
+from weights.checkpoint import load_manifest
 from weights.corpus.changes import load_changed, read_changes
-from weights.corpus.importer import encode
 from weights.corpus.snapshot import write_snapshot
-from weights.corpus.store import CorpusLabels, load_corpus_manifest, write_corpus
+from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.text_ids import IdKind
 
@@ -236,20 +234,6 @@ async def test_writing_into_files_that_are_mapped_costs_all_answers(tmp_path: Pa
         vectors.write_bytes(raw)
         await searches.swap(tmp_path / "towers-v1", tmp_path / "corpus-v1")
         assert (await searches.change(change([2], []))).changes == 2
-
-
-def write_mapped_corpus(root: Path) -> None:
-    """A corpus for `settings_of(root)` whose vectors are too long to be copied into memory."""
-    checkpoint, corpus = corpora.written(root)
-    encoder, ids = load_encoder(checkpoint), np.arange(1, 140_001, dtype=np.uint64)
-    columns = {
-        "post_ids": torch.from_numpy(ids.view(np.int64)),
-        "author_ids": torch.from_numpy(ids.view(np.int64)),
-        "vectors": encode(encoder, ids, ids),
-    }
-    shutil.rmtree(corpus)
-    labels, names = CorpusLabels("posts", "v1"), ["post_ids", "author_ids"]
-    write_corpus(corpus, labels, encoder, len(ids), names, lambda name: [columns[name]])
 
 
 # swaps

@@ -248,6 +248,26 @@ def engine_killed(server: Server) -> None:
     wait_until(lambda: server.get("/readyz").status_code == 200, 90)
 
 
+def test_a_lost_engine_process_comes_back_beside_a_refused_link(tmp_path: Path) -> None:
+    """It serves what it served, and says again that what the link leads to is refused."""
+    one_and_two(tmp_path)
+    (tmp_path / "two" / "params.safetensors").write_bytes(b"damaged")
+    link, fresh = tmp_path / "current", tmp_path / "fresh"
+    link.symlink_to(tmp_path / "one")
+    with serving(link, workers=2, reload__watch_seconds=0.2) as server:
+        before = versions(server)
+        fresh.symlink_to(tmp_path / "two")
+        fresh.rename(link)
+
+        def refusals() -> int:
+            return sum(line["event"] == "reload_failed" for line in server.log_lines)
+
+        wait_until(lambda: refusals() == 1, 20, server)
+        engine_killed(server)
+        assert versions(server) == before
+        wait_until(lambda: refusals() == 2, 20, server)
+
+
 def test_a_process_that_cannot_be_started_is_tried_again(several: Server) -> None:
     """The parent has no descriptor left when a worker ends."""
     before, parent = children(several)["worker"], several.process.pid
@@ -517,6 +537,19 @@ if json.loads(os.environ.get("_RANKER_ROLE", "{}")).get("worker"):
         ended = [line["worker"] for line in server.log_lines if line["event"] == "process_ended"]
     assert {*ended} == {1, 2}, "the engine process runs to the end"
     assert len(ended) >= 2 * 3
+
+
+def test_workers_that_are_killed_at_their_start_end_all(tmp_path: Path) -> None:
+    """As for lack of memory."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import json, os, signal
+if json.loads(os.environ.get("_RANKER_ROLE", "{}")).get("worker"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    with serving(workers=2, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, wait_ready=False) as server:
+        assert server.wait(60) == 1
 
 
 def test_workers_that_start_slowly_and_fail_end_all(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from app.interface import CheckpointNotFound, PlaceRequest, ReloadInProgress
 from app.queue.loading import LoadedModel, checkpoint_loader
 from app.queue.runners import Steps
 from app.service.local import LocalService
-from app.service.reload import resumed
-from app.settings import Admin, Reload, Settings
+from app.settings import Admin, Reload, Retrieval, Settings
 from model.engine import EngineError
 from model.synthetic import random_request
+from tests.app.corpus.serving import ADMIN, change, ids_of, write_mapped_corpus
+from tests.support import corpora
 from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request, is_right, load_by_name
 from tests.support.rankers import create, figure, rank, running, until
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, NotStored
 
 pytestmark = pytest.mark.anyio
 
@@ -166,37 +169,6 @@ async def test_reading_the_present_checkpoint_again_follows_its_link(root: Path)
 )
 def test_by_default_names_lie_beside_the_first_checkpoint(checkpoint: str, admin: Admin, root: str) -> None:
     assert create(load=load_by_name, checkpoint=Path(checkpoint), admin=admin).reloads.root == Path(root)
-
-
-async def test_what_was_loaded_last_is_saved_for_the_next_process(root: Path, tmp_path: Path) -> None:
-    async with running(load=load_by_name, **settings_of(root)) as ranker:
-        ranker.reloads.paths_file = tmp_path / "engine.json"
-        await ranker.reloads.reload("nested/v2")
-        assert json.loads((tmp_path / "engine.json").read_bytes()) == [str(root / "nested" / "v2"), None, None]
-        ranker.reloads.paths_file = tmp_path / "gone" / "engine.json"
-        with structlog.testing.capture_logs() as lines:
-            await ranker.reloads.reload("v1")
-        assert ranker.model().manifest.version == "v1"
-        kept = [line for line in lines if line["event"] == "reload_not_kept"]
-        assert [line["reason"] for line in kept] == ["No such file or directory"]
-
-
-def test_the_next_process_resumes_what_was_saved_if_it_exists(root: Path, tmp_path: Path) -> None:
-    settings, file = Settings(**settings_of(root)), tmp_path / "engine.json"
-    assert resumed(settings, file) == settings
-    (root / "current").symlink_to(shutil.copytree(DEMO, root / "demo"))
-    file.write_text(json.dumps([str(root / "current"), "towers", "posts"]))
-    found = resumed(settings, file)
-    paths = found.checkpoint, found.retrieval.checkpoint, found.retrieval.corpus
-    assert paths == (root / "current", Path("towers"), Path("posts"))
-    assert found.admin.root == root, "names of reloads mean what they meant"
-    (root / "current").unlink()
-    for target in (tmp_path / "gone", DEMO):  # the second lies outside the root
-        (root / "current").symlink_to(target)
-        with structlog.testing.capture_logs() as lines:
-            assert resumed(settings, file) == settings
-        assert [line["event"] for line in lines] == ["reload_not_kept"]
-        (root / "current").unlink()
 
 
 # loads that do not end
@@ -468,6 +440,120 @@ async def test_the_watch_sees_a_manifest_of_equal_inode_size_and_time(tmp_path: 
         await until(lambda: ranker.model().manifest.version == "v2")
 
 
+async def test_the_watch_reads_a_corpus_that_a_copy_of_it_has_replaced(tmp_path: Path) -> None:
+    """As when a backup is put back: the manifests are equal, the changes are not."""
+    checkpoint, corpus = corpora.written(tmp_path)
+    shutil.copytree(corpus, tmp_path / "backup")
+    retrieval = Retrieval(checkpoint=checkpoint, corpus=corpus)
+    async with running(checkpoint=tmp_path / "none", retrieval=retrieval, admin=ADMIN) as ranker:
+        await ranker.corpus.change(change([1], []))
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        assert reloads(ranker) == {}
+        corpus.rename(tmp_path / "old")
+        (tmp_path / "backup").rename(corpus)
+        await until(lambda: reloads(ranker) == {"success": 1})
+        assert 1 in await ids_of(ranker.corpus)
+        assert (await ranker.corpus.change(change([2], []))).changes == 1
+        await asyncio.sleep(0.1)
+        assert reloads(ranker) == {"success": 1}
+
+
+@pytest.mark.parametrize("is_replaced_first", [False, True])
+async def test_the_watch_ends_answers_of_503_with_an_equal_directory(tmp_path: Path, is_replaced_first: bool) -> None:
+    """Somebody has written into a file that was served from. What was served before may be no longer in its place then."""
+    place = Place(tmp_path)
+    served = tmp_path / "v1" / "params"
+    served.write_bytes(b"right")
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        loaded = place.load(path, steps)
+        file = FileIO(path / "params")
+        loaded.checkpoint.mapped.add("params", file, os.fstat(file.fileno()))
+        return loaded
+
+    def replace() -> None:
+        shutil.copytree(tmp_path / "v1", tmp_path / "fresh")
+        (tmp_path / "fresh" / "params").write_bytes(b"right")
+        (tmp_path / "v1").rename(tmp_path / "old")
+        (tmp_path / "fresh").rename(tmp_path / "v1")
+
+    async with running(load=load, checkpoint=place.path) as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        before = served.open("r+b")
+        if is_replaced_first:
+            replace()
+            await asyncio.sleep(0.1)
+        with before:
+            before.write(b"changed")
+        assert "was written to" in ranker.health().reason
+        if not is_replaced_first:
+            replace()
+        await until(lambda: ranker.health().ready)
+        await asyncio.sleep(0.1)
+        assert len(place.loads) <= 3, "it has not been loaded at each look"
+
+
+async def test_the_watch_reads_a_corpus_again_that_was_written_into(tmp_path: Path) -> None:
+    write_mapped_corpus(tmp_path)
+    corpus = tmp_path / "corpus-v1"
+    shutil.copytree(corpus, tmp_path / "fresh")
+    retrieval = Retrieval(checkpoint=tmp_path / "towers-v1", corpus=corpus)
+    async with running(checkpoint=tmp_path / "none", retrieval=retrieval, threads=1) as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        with (corpus / "vectors.safetensors").open("r+b") as file:
+            file.seek(4096)
+            file.write(bytes(8192))
+        assert "was written to" in ranker.health().reason
+        corpus.rename(tmp_path / "old")
+        (tmp_path / "fresh").rename(corpus)
+        await until(lambda: ranker.health().ready)
+
+
+async def test_the_watch_leaves_a_rollback_until_the_link_is_switched(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.point("v2")
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+        ranker.reloads.watch(0.01)
+        await ranker.reloads.reload("v1")
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+            assert ranker.model().manifest.version == "v1"
+            place.point("v2")  # published once more
+        place.point("v3")
+        await until(lambda: ranker.model().manifest.version == "v3")
+        await ranker.reloads.reload("v2")
+        await asyncio.sleep(0.1)
+        place.point("v2")  # for good
+        await asyncio.sleep(0.1)
+        assert place.loads == ["v2", "v1", "v3", "v2"]
+        place.point("v4")
+        await until(lambda: ranker.model().manifest.version == "v4")
+
+
+async def test_the_watch_leaves_named_posts_until_a_link_is_switched(tmp_path: Path) -> None:
+    both = [corpora.written(tmp_path, seed, f"v{seed}") for seed in (1, 2, 3)]
+    links = tmp_path / "towers", tmp_path / "posts"
+
+    def point(version: int) -> None:
+        for link, target in zip(links, both[version - 1], strict=True):
+            (tmp_path / "fresh").symlink_to(target)
+            (tmp_path / "fresh").rename(link)
+
+    point(2)
+    retrieval = Retrieval(checkpoint=links[0], corpus=links[1])
+    groups: dict[str, Any] = {"retrieval": retrieval, "admin": Admin(root=tmp_path), "threads": 1}
+    async with running(checkpoint=tmp_path / "none", **groups) as ranker:
+        ranker.reloads.watch(0.01)
+        await ranker.reloads.reload_corpus("towers-v1", "corpus-v1")
+        await asyncio.sleep(0.1)
+        assert ranker.corpus.served.corpus.version == "v1"
+        point(3)
+        await until(lambda: ranker.corpus.served.corpus.version == "v3")
+
+
 async def test_the_watch_goes_on_after_another_reload_has_kept_it_out(tmp_path: Path) -> None:
     place = SlowPlace(tmp_path)
     async with running(load=place.load, checkpoint=place.path) as ranker:
@@ -540,3 +626,124 @@ async def test_a_signal_while_a_load_was_given_up_reads_again_after_it(tmp_path:
         await asyncio.sleep(0.05)
         place.go_on.set()
         await until(lambda: ranker.model().manifest.version == "v3")
+
+
+# the process that takes the place of an engine process
+
+
+@asynccontextmanager
+async def engine_process(file: Path, **options: Any) -> AsyncIterator[LocalService]:
+    """A ranker that begins with what the one before it has left in this file."""
+    ranker = create(**options)
+    ranker.reloads.resume(file)
+    ranker.start()
+    try:
+        await ranker.wait_ready()
+        yield ranker
+    finally:
+        await ranker.stop(1.0)
+
+
+async def test_the_next_process_begins_with_what_served(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    async with process() as ranker:
+        place.point("v2")
+        await ranker.reloads.reload("v2")
+    place.point("v3")
+    async with process() as ranker:
+        assert ranker.model().manifest.version == "v2"
+        assert ranker.reloads.root == tmp_path, "names of reloads mean what they meant"
+        await ranker.reloads.reload()
+        assert ranker.model().manifest.version == "v2"
+
+
+async def test_the_next_process_begins_with_what_served_if_it_exists(tmp_path: Path) -> None:
+    place, other = Place(tmp_path), tmp_path / "other"
+    place.point("v2")
+    place.point("v1")
+    for target in (tmp_path / "gone", DEMO):  # the second lies outside the root
+        other.symlink_to(tmp_path / "v2")
+        process = partial(engine_process, tmp_path / f"{target.name}.json", load=place.load, checkpoint=place.path)
+        async with process() as ranker:
+            await ranker.reloads.reload("other")
+        other.unlink()
+        other.symlink_to(target)
+        async with process() as ranker:
+            assert ranker.model().manifest.version == "v2", "what was served is there still"
+        (tmp_path / "v2").rename(tmp_path / "away")
+        with structlog.testing.capture_logs() as lines:
+            async with process() as ranker:
+                assert ranker.model().manifest.version == "v1"
+        assert [line["event"] for line in lines if line["log_level"] == "error"] == ["reload_not_kept"]
+        (tmp_path / "away").rename(tmp_path / "v2")
+        other.unlink()
+
+
+async def test_the_next_process_does_not_begin_with_what_was_refused(tmp_path: Path) -> None:
+    """Also where nothing else was loaded before. It says again that it is refused, and follows the link on."""
+    place = Place(tmp_path)
+    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    async with process() as ranker:
+        place.point("refused")
+        with pytest.raises(CheckpointError):
+            await ranker.reloads.reload()
+    async with process() as ranker:
+        assert ranker.model().manifest.version == "v1"
+        ranker.reloads.watch(0.01)
+        await until(lambda: reloads(ranker) == {"failure": 1})
+        place.point("v3")
+        await until(lambda: ranker.model().manifest.version == "v3")
+
+
+async def test_the_next_process_does_not_begin_with_refused_posts(tmp_path: Path) -> None:
+    """And refuses changes as the one before, for the next corpus would lack them."""
+    checkpoint, corpus = corpora.written(tmp_path)
+    _, other = corpora.written(tmp_path, seed=5, version="v2")
+    (tmp_path / "posts").symlink_to(corpus)
+    retrieval = Retrieval(checkpoint=checkpoint, corpus=tmp_path / "posts")
+    groups: dict[str, Any] = {"checkpoint": Place(tmp_path).path, "retrieval": retrieval, "admin": ADMIN}
+    process = partial(engine_process, tmp_path / "loaded.json", **groups)
+    async with process() as ranker:
+        await ranker.corpus.change(change([1], []))
+        (tmp_path / "fresh").symlink_to(other)
+        (tmp_path / "fresh").rename(tmp_path / "posts")
+        with pytest.raises(CheckpointError, match="made by"):
+            await ranker.reloads.reload_corpus()
+        with pytest.raises(NotStored, match="was replaced on the disk"):
+            await ranker.corpus.change(change([2], []))
+    async with process() as ranker:
+        assert {1, 2} & await ids_of(ranker.corpus) == {2}
+        with pytest.raises(NotStored, match="was replaced on the disk"):
+            await ranker.corpus.change(change([2], []))
+
+
+async def test_the_next_process_leaves_a_rollback_and_follows_the_link(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    place.point("v2")
+    async with process() as ranker:
+        await ranker.reloads.reload("v1")
+    async with process() as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        assert ranker.model().manifest.version == "v1"
+    place.point("v3")
+    async with process() as ranker:
+        ranker.reloads.watch(0.01)
+        await until(lambda: ranker.model().manifest.version == "v3")
+
+
+async def test_nothing_older_comes_back_if_what_served_was_not_saved(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    for name in ("v2", "v3", "v1"):
+        place.point(name)
+    async with process() as ranker:
+        await ranker.reloads.reload("v2")
+        (tmp_path / "loaded.partial").mkdir()  # as on a full disk, nothing can be written
+        with structlog.testing.capture_logs() as lines:
+            await ranker.reloads.reload("v3")
+        assert "reload_not_kept" in [line["event"] for line in lines]
+    async with process() as ranker:
+        assert ranker.model().manifest.version == "v1", "what the settings name"
