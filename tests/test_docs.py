@@ -277,7 +277,6 @@ def test_the_first_commands_of_the_readme_rank_as_it_says() -> None:
     assert first["score"] == pytest.approx(float(said[2]), abs=0.02), "bf16 and float32 differ by up to 0.01"
 
 
-@pytest.mark.slow
 def test_the_first_commands_of_the_readme_end_with_the_server() -> None:
     script = (
         shell_blocks()[0]

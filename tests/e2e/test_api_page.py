@@ -12,7 +12,6 @@ import pytest
 from loadtest.machine import ROOT
 from tests.app.api.live import Live
 
-pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "api.md").read_text()
 ADDRESS = "localhost:8000"
 

@@ -18,7 +18,6 @@ from tests.app.api.live import ready
 from tests.support import corpora
 from weights.actions import STANDARD_ACTIONS
 
-pytestmark = pytest.mark.slow
 TOKEN = "token"
 CHANGES = 8
 
@@ -34,6 +33,7 @@ def ids(posts: list[dict[str, Any]]) -> set[str]:
     return {post["post_id"] for post in posts}
 
 
+@pytest.mark.slow
 def test_an_acknowledged_change_is_visible_and_survives_a_kill(tmp_path: Path) -> None:
     towers, corpus = corpora.written(tmp_path, actions=STANDARD_ACTIONS)
     admin_port, digest = free_port(), hashlib.sha256(TOKEN.encode()).hexdigest()

@@ -32,8 +32,6 @@ from loadtest.machine import ROOT
 from loadtest.server import example, serving, stop
 from tests.app.api.live import Live
 
-pytestmark = pytest.mark.slow
-
 EXAMPLE = example()
 USER, NOW = EXAMPLE["user_id"], EXAMPLE["impression_ts"]
 HISTORY = [Event(**event) for event in EXAMPLE["history"]]
@@ -166,6 +164,7 @@ def test_the_wheel_and_sdist_hold_the_client_and_nothing_else(built: Path) -> No
         assert {"README.md", "LICENSE", "pyproject.toml"} <= {name.partition("/")[2] for name in archive.getnames()}
 
 
+@pytest.mark.slow
 def test_the_readme_example_runs_without_the_server_installed(built: Path, server: Live, tmp_path: Path) -> None:
     """In an environment with the wheel and what it asks for alone."""
     venv.create(tmp_path, symlinks=True)

@@ -12,8 +12,6 @@ import pytest
 from loadtest.server import example, free_port
 from tests.app.api.live import demo
 
-pytestmark = pytest.mark.slow
-
 EXAMPLE = example()
 VIEWER = {name: EXAMPLE[name] for name in ("user_id", "history")}
 REST = {name: value for name, value in EXAMPLE.items() if name not in VIEWER}

@@ -23,8 +23,6 @@ from schemathesis.specs.openapi.checks import (
 from tests.app.api.live import Live
 from tests.support import strategies
 
-pytestmark = pytest.mark.slow
-
 drawn = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 PROMISES = [
     status_code_conformance,
@@ -51,6 +49,7 @@ def operations(document: dict[str, Any]) -> list[Any]:
     return [result.ok() for result in found]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_reply_keeps_to_the_document(server: Live, document: dict[str, Any], mode: GenerationMode) -> None:
@@ -112,6 +111,7 @@ BODIES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", BODIES)
 def test_no_body_is_a_fault_of_ours(client: httpx.Client, path: str) -> None:

@@ -17,8 +17,6 @@ from tests.support.asgi import ADDRESS
 from tests.support.bodies import in_columns
 from tests.support.replies import CheckedClient
 
-pytestmark = pytest.mark.slow
-
 PROBABILITIES = 1e-5  # 2e-6 was measured; a tolerance of 2e-4 for logits would allow 5e-5
 DWELL_SCALE_SECONDS = 30.0
 OUTPUTS = {"sequential": "logits_fp32", "shared": "logits_alone_fp32"}
@@ -67,6 +65,7 @@ def sigmoid(logits: Any) -> Any:
     return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
+@pytest.mark.slow
 def test_rank_equals_the_published_pipeline(golden: tuple[str, str, CheckedClient]) -> None:
     name, mode, client = golden
     expected = goldens.expected(name)

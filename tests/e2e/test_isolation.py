@@ -6,11 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import pytest
 
 from loadtest.server import example
-
-pytestmark = pytest.mark.slow
 
 EXAMPLE = example()
 POSTS = EXAMPLE["candidates"]

@@ -16,8 +16,6 @@ from tests.weights.lab.loop.nights import OPTIONS, make_nights
 from weights.checkpoint import load_manifest
 from weights.lab.training.page_example import request_body
 
-pytestmark = pytest.mark.slow
-
 
 class Callers:
     """Threads that rank without a break, and what they were answered: the status and the model's version."""
@@ -49,6 +47,7 @@ class Callers:
         return self.answers[-1][1] if self.answers else ""
 
 
+@pytest.mark.slow
 def test_a_published_version_is_served_without_a_lost_request(tmp_path: Path) -> None:
     nights = make_nights(tmp_path)
     link, first = nights.link(tmp_path), load_manifest(nights.checkpoint).version

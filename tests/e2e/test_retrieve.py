@@ -17,8 +17,6 @@ from tests.support import corpora
 from tests.support.asgi import ADDRESS
 from tests.support.replies import CheckedClient
 
-pytestmark = pytest.mark.slow
-
 
 def users(count: int) -> list[dict[str, Any]]:
     """The demo's example under other ids, with histories of other lengths."""

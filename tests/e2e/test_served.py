@@ -22,9 +22,8 @@ from weights.checkpoint import load_checkpoint
 from weights.served import PARTS, read_part
 from weights.synthetic.small_checkpoint import write_small_checkpoint
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ids", ["uint64", "text"])
 def test_the_log_says_what_the_engine_was_given(tmp_path: Path, ids: Any, workers: int) -> None:
@@ -78,6 +77,7 @@ def load(server: Server, seconds: float, then: Any = lambda: None) -> list[int]:
     return statuses
 
 
+@pytest.mark.slow
 def test_closed_parts_are_whole_after_kill_9(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with serving(threads=1, served__directory=log, served__part_seconds=1) as server:
@@ -94,6 +94,7 @@ def test_closed_parts_are_whole_after_kill_9(tmp_path: Path) -> None:
     assert "after" in {row.request_id for row in rankings_of(log)}
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_rankings_and_no_request(tmp_path: Path) -> None:
     """No file of the process may grow beyond 40,000 bytes, so each part fails where it would be written. Then the limit is lifted."""
     log = tmp_path / "log"
@@ -112,6 +113,7 @@ def test_a_full_disk_costs_rankings_and_no_request(tmp_path: Path) -> None:
         assert counted == len(statuses) + 1
 
 
+@pytest.mark.slow
 def test_workers_write_side_by_side_and_count_together(tmp_path: Path) -> None:
     with serving(workers=2, threads=1, served__directory=tmp_path, served__part_seconds=1) as server:
         statuses = load(server, 3)

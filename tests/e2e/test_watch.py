@@ -20,7 +20,6 @@ from tests.support import corpora
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import load_checkpoint, save_checkpoint
 
-pytestmark = pytest.mark.slow
 SECONDS = 120.0
 
 

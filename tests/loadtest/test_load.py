@@ -24,8 +24,6 @@ from loadtest.generate.generator import schedule
 from loadtest.machine import ROOT
 from loadtest.server import Server, free_port, serving, wait_until
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -38,6 +36,7 @@ def ended(command: str, url: str, out: Path, *options: str) -> subprocess.Comple
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_locust_runs_once_and_leaves_its_report(server: Server, tmp_path: Path) -> None:
     done = ended("load", server.url, tmp_path, "--seconds", "3", "--users", "8", "--slo-ms", "10000")
     assert done.returncode == 0, done.stderr
@@ -112,6 +111,7 @@ def test_more_candidates_than_the_server_takes_are_refused(server: Server, tmp_p
     assert "at most 4096 candidates a request" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_measurement_and_its_server(number: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-m", "loadtest", "served"], cwd=ROOT, stdout=subprocess.DEVNULL) as command:
@@ -198,6 +198,7 @@ def test_a_200_that_is_no_ranking_counts_as_none(body: bytes, tmp_path: Path) ->
     assert "no ranking: wrong_reply" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/rank", "/retrieve", "/recommend"])
 def test_every_right_reply_counts(server: Server, path: str, tmp_path: Path) -> None:
     done = ended("open", server.url + path, tmp_path, "--rate", "10", "--seconds", "1", "--warmup", "0")

@@ -369,6 +369,7 @@ def test_tokens_equal_the_rankers(dtype: torch.dtype, table_dtype: torch.dtype, 
     assert residual[row + 2 :].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "layers", "preset", "most"),
     [(FP32, 2, "grok", 62), (BF16, 1, "grok", 20), (FP32, 1, "vanilla", 20), (BF16, 1, "gemma", 20)],

@@ -288,6 +288,7 @@ def test_an_engine_for_which_there_is_no_room_is_not_made(monkeypatch: pytest.Mo
         create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))
 
 
+@pytest.mark.slow
 def test_engines_of_a_busy_machine_have_the_dtype_of_the_processor() -> None:
     """Each reload and each replica makes an engine. The dtype decides the bits, so it must not depend on what else runs.
 

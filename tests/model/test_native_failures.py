@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 START = """
@@ -156,6 +155,7 @@ def ended() -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=110)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_scores_stay_right_and_nothing_hangs_or_aborts(ended: subprocess.CompletedProcess[str], case: str) -> None:
     assert case in ended.stdout.splitlines(), ended.stderr[-3000:]

@@ -11,7 +11,6 @@ import pytest
 from loadtest.machine import ROOT
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not all(map(shutil.which, ("make", "g++", "git"))), reason="it would install make, g++ and git"),
 ]
 MAKEFILE = """

@@ -11,8 +11,6 @@ import pytest
 
 from loadtest.server import DEMO, Server, example, serving
 
-pytestmark = pytest.mark.slow
-
 
 def counted_rankings(server: Server) -> float:
     """How many rankings the metrics count; the order of labels is free."""
@@ -21,6 +19,7 @@ def counted_rankings(server: Server) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
     [
@@ -38,6 +37,7 @@ def test_a_librarys_variable_stops_no_start(variables: dict[str, str]) -> None:
         assert "Traceback" not in server.log_text
 
 
+@pytest.mark.slow
 def test_with_several_workers_every_variable_may_be_set(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
     variables = {
@@ -56,6 +56,7 @@ def test_with_several_workers_every_variable_may_be_set(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the processes add up their metrics without these files"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["--help"], ["info", str(DEMO)], ["serve", "--help"]], ids=" ".join)
 def test_commands_run_without_docstrings(command: list[str]) -> None:
     words = [sys.executable, "-c", "from app.cli import main; main()", *command]

@@ -30,6 +30,7 @@ def run(*command: str | Path, text: str | None = None) -> subprocess.CompletedPr
     return subprocess.run([*map(str, command)], cwd=ROOT, input=text, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
     done = run("promtool", "test", "rules", "tests/ops/alerts.test.yml")
     assert done.returncode == 0, done.stdout + done.stderr

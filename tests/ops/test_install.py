@@ -18,7 +18,6 @@ import pytest
 from loadtest.machine import ROOT
 from loadtest.server import free_port
 
-pytestmark = pytest.mark.slow
 SECONDS = 10.0  # within which a failure says what to do
 PYPI = ("pypi.org", "files.pythonhosted.org")
 
@@ -69,6 +68,7 @@ def install(venv: Path, *more: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=110)
 
 
+@pytest.mark.slow
 def test_without_an_index_it_says_what_to_do(venv: Path) -> None:
     began = time.monotonic()
     done = install(venv, PIP_INDEX_URL=f"http://user:secret@127.0.0.1:{free_port()}/simple")

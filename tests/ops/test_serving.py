@@ -16,7 +16,6 @@ import pytest
 
 from loadtest.server import DEMO, example, running, serving, stop, wait_until
 
-pytestmark = pytest.mark.slow
 UVICORN = (sys.executable, "-m", "uvicorn", "--factory", "app.main:create_app", "--port", "{port}")
 ROOT = {"PYTHONPATH": str(DEMO.parents[1]), "RANKER_THREADS": "1"}
 
@@ -28,6 +27,7 @@ def write_keys(file: Path, **keys: str) -> None:
     new.replace(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sighup_reads_the_file_of_keys_again(tmp_path: Path, workers: int) -> None:
     file = tmp_path / "keys.json"
@@ -48,6 +48,7 @@ def test_sighup_reads_the_file_of_keys_again(tmp_path: Path, workers: int) -> No
         assert (statuses("one"), statuses("two")) == ({401}, {200}), "an empty file lets nobody in without a key"
 
 
+@pytest.mark.slow
 def test_health_and_version_answer_under_their_common_names() -> None:
     with serving(threads=1, keep_alive_seconds=1) as server:
         assert server.get("/health").json() == {"status": "ready"}
@@ -66,6 +67,7 @@ def ends_within(connection: socket.socket, seconds: float) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_uvicorn_finds_the_demo_from_any_directory(tmp_path: Path) -> None:
     with running(UVICORN, ROOT, cwd=tmp_path) as server:
         assert server.post("/rank", example()).status_code == 200
@@ -79,6 +81,7 @@ def test_uvicorn_ends_where_there_is_no_checkpoint(tmp_path: Path) -> None:
         assert f"{tmp_path}/nowhere is not a checkpoint" in server.log_text
 
 
+@pytest.mark.slow
 def test_uvicorn_ends_where_a_checkpoint_is_damaged(tmp_path: Path) -> None:
     damaged = shutil.copytree(DEMO, tmp_path / "damaged")
     (damaged / "params.safetensors").write_bytes(b"nothing")

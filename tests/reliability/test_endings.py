@@ -19,7 +19,6 @@ from tests.app.api.live import QUIET, ready
 from tests.support.checkpoints import one_and_two
 from tests.support.clients import callers
 
-pytestmark = pytest.mark.slow
 TOKEN = "a token of this test"
 
 
@@ -30,6 +29,7 @@ def body(turn: int) -> bytes:
     return BODIES[turn % 10]
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> None:
     for _ in range(max(1, int(duration / 3))):
         with serving(drain__delay_seconds=1) as server:
@@ -41,6 +41,7 @@ def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> No
             assert replies.statuses <= {200, 503}
 
 
+@pytest.mark.slow
 def test_a_reload_under_load_loses_nothing_and_mixes_no_versions(tmp_path: Path, duration: float) -> None:
     root = one_and_two(tmp_path)
     admin = Admin(port=free_port(), token_sha256=SecretStr(hashlib.sha256(TOKEN.encode()).hexdigest()), root=root)

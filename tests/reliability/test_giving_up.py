@@ -66,6 +66,7 @@ def good_replies(callers: int) -> Counter[str]:
         return asyncio.run(measure(live.port))
 
 
+@pytest.mark.slow
 def test_callers_who_give_up_keep_others_from_nothing() -> None:
     few = good_replies(8)
     many = good_replies(64)  # without what is learned of them a quarter of the few's replies, with it three quarters

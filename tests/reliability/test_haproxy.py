@@ -27,9 +27,9 @@ from loadtest.machine import ROOT
 from loadtest.server import Server, example, free_port, running, serving, wait_until
 from tests.support.clients import Replies, callers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
+pytestmark = pytest.mark.timeout(0)
 KILLS, RESTARTS = 4, 2
-"""In `make test`; `make soak` goes on for its seconds."""
+"""In the short form; `make soak` goes on for its seconds."""
 CALLERS_OF_A_KIND = 2
 RESTART_SECONDS = 60.0
 BODIES = [json.dumps(example(16) | {"user_id": user}).encode() for user in range(40)]
@@ -162,6 +162,7 @@ def haproxy() -> None:
         pytest.skip("haproxy is not installed; make test installs it on Debian")
 
 
+@pytest.mark.slow
 def test_kills_behind_haproxy_lose_no_request(tmp_path: Path, duration: float) -> None:
     replies, kills, retries = restart_in_turn(tmp_path, KILLS, duration, lambda server: server.signal(signal.SIGKILL))
     print(f"{kills} kills, {sum(len(each.all) for each in replies)} requests, sent again {retries} times at most")
@@ -169,6 +170,7 @@ def test_kills_behind_haproxy_lose_no_request(tmp_path: Path, duration: float) -
     assert retries <= 2, "five are allowed, and the second of two servers should do"
 
 
+@pytest.mark.slow
 def test_rolling_restarts_behind_haproxy_lose_no_request(tmp_path: Path, duration: float) -> None:
     replies, restarts, retries = restart_in_turn(
         tmp_path, RESTARTS, duration, lambda server: server.signal(signal.SIGTERM)
@@ -293,6 +295,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", NAMES)
 def test_servers_are_found_by_name_and_asked_without_a_check(form: str, tmp_path: Path) -> None:
     change, names = NAMES[form]

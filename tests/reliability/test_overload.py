@@ -20,7 +20,6 @@ from loadtest.server import DEMO, PLAIN, Server, example, serving, wait_until
 from tests.app.api.live import QUIET, Live, ready
 from tests.support.clients import at_once, callers
 
-pytestmark = pytest.mark.slow
 PROBE_SECONDS = 0.5
 
 
@@ -57,6 +56,7 @@ def peak_kib(server: Server) -> int:
     return peak
 
 
+@pytest.mark.slow
 def test_the_excess_is_refused_and_the_admitted_are_in_time(server: Server, duration: float) -> None:
     bodies = [body(user, 800) for user in range(48)]
     with callers(server, lambda turn: bodies[turn % 48], 4) as light:
@@ -102,6 +102,7 @@ def test_a_deadline_that_passes_in_the_queue_drops_the_work(waiting: Live) -> No
     assert scored >= 1000 * (len(replies) - len(late))
 
 
+@pytest.mark.slow
 def test_one_caller_cannot_keep_another_from_the_engine(waiting: Live) -> None:
     large = [body(user, 1500) for user in range(16)]
     greedy, modest = authorization("greedy"), authorization("modest")

@@ -15,7 +15,6 @@ import pytest
 
 from loadtest.server import Server, serving, wait_until
 
-pytestmark = pytest.mark.slow
 CONNECTIONS, SIZE = 8, 3_000_000  # bytes of each
 LONGER_SECONDS = 0.1  # how much longer another caller may wait than the longest of a quiet server
 MOST_TIMES_SENT = 4.0  # memory for what was sent
@@ -91,6 +90,7 @@ def memory_bytes(server: Server, field: str) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PIECES)
 def test_tiny_pieces_take_little_of_others_time_and_memory(server: Server, kind: str, duration: float) -> None:
     start, piece = PIECES[kind]

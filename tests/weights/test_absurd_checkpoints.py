@@ -95,6 +95,7 @@ def try_all(work: Path) -> None:
     print(json.dumps({"tried": tried, "served": served, "added": peak_bytes() - before}))
 
 
+@pytest.mark.slow
 def test_no_manifest_number_takes_memory_or_gives_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.weights.test_absurd_checkpoints", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)

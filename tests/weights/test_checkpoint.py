@@ -101,6 +101,7 @@ def large(written_large: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written_large, tmp_path / "large"))
 
 
+@pytest.mark.slow
 def test_a_write_to_the_loaded_tables_does_not_reach_the_file(large: Path) -> None:
     ranker = load_checkpoint(large).ranker
     ranker.tables.user.zero_()

@@ -146,6 +146,7 @@ def test_of_two_fetches_at_once_the_first_stays_and_both_succeed(tmp_path: Path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["current", f"demo@{manifest.version}"]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere_is_refused_and_the_link_stays(tmp_path: Path) -> None:
     source, out = another(tmp_path / "source"), tmp_path / "out"
     fetch(str(DEMO), out, "current")
@@ -225,6 +226,7 @@ def test_a_file_that_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:
         assert (ended.exit_code, f"{file} is a Git LFS pointer" in ended.stderr) == (1, True), ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["manifest.json", "params.safetensors", "example.json"])
 def test_a_pipe_is_refused_instead_of_waited_for(file: str, tmp_path: Path) -> None:
     source = another(tmp_path / "source")

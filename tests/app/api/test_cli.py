@@ -23,7 +23,7 @@ from loadtest.machine import ROOT
 from loadtest.server import DEMO
 from weights import command_line
 
-pytestmark = [pytest.mark.slow, pytest.mark.one_process("it is about the command line")]
+pytestmark = pytest.mark.one_process("it is about the command line")
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
 
 
@@ -114,6 +114,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "code", "said"), SLIPS, ids=[" ".join(words[:2])[:20] for words, *_ in SLIPS])
 def test_a_slip_is_one_sentence(ended: Ended, words: list[str], code: int, said: str) -> None:
     exit_code, output, error = ended[" ".join(words)]
@@ -160,6 +161,7 @@ def read_until(terminal: int, wanted: str, seconds: float) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_few_lines_with_address_and_example(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0"]

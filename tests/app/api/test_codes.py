@@ -274,6 +274,7 @@ def test_codes_are_part_of_a_posts_vector_and_are_checked(client: TestClient, ro
     assert len(set(found.values())) == 3
 
 
+@pytest.mark.slow
 def test_changed_posts_keep_their_codes_on_disk(root: Path, tmp_path: Path) -> None:
     """A change is searched and ranked with its codes at once, after a restart, and in a snapshot."""
     made = call("corpus", "build", root / "posts.jsonl", "--encoder", root / "towers", "--out", tmp_path / "corpus")
@@ -322,6 +323,7 @@ def test_changed_posts_keep_their_codes_on_disk(root: Path, tmp_path: Path) -> N
         assert sorted(recommended(client)[0], key=str) == sorted(seen[0][0], key=str)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed")
 def test_codes_come_with_the_feed_of_posts(root: Path, tmp_path: Path) -> None:
     """A post of the feed is found and ranked with its codes, before and after a restart; bad codes stop only their own entry."""

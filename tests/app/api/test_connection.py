@@ -389,6 +389,7 @@ def test_others_have_turns_between_pipelined_requests() -> None:
     assert wire.written.count(b"HTTP/1.1 200 OK") == 2000
 
 
+@pytest.mark.slow
 def test_pipelined_requests_take_little_memory(live: Live) -> None:
     sent = GET * 4000
     tracemalloc.start()

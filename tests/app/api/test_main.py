@@ -131,7 +131,6 @@ def described(tmp_path: Path, document: dict[str, Any]) -> Path:
     return place
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("openapi_python_client") is None, reason="needs openapi-python-client")
 def test_a_client_that_openapi_python_client_makes_ranks(
     described: Path, tmp_path: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
@@ -187,7 +186,6 @@ async def with_hypercorn(port: int, stopped: asyncio.Event) -> None:
     await hypercorn.serve(create_app(), config, shutdown_trigger=stopped.wait)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("serve", [with_uvicorn, with_hypercorn])
 def test_other_servers_serve_the_same_application(
     serve: Callable[[int, asyncio.Event], Awaitable[None]], monkeypatch: pytest.MonkeyPatch

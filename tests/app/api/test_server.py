@@ -40,7 +40,7 @@ from tests.support import rankers
 from tests.support.fakes import FakeEngine, Gate
 from weights.errors import CheckpointError
 
-pytestmark = [pytest.mark.slow, pytest.mark.one_process("it is about a process of its own")]
+pytestmark = pytest.mark.one_process("it is about a process of its own")
 TOKEN = hashlib.sha256(b"token").hexdigest()
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "0" * 31 + "1" in Path("/proc/net/if_inet6").read_text()
 
@@ -62,6 +62,7 @@ def event(running: Server, name: str) -> dict[str, Any]:
     return next(line for line in running.log_lines if line["event"] == name)
 
 
+@pytest.mark.slow
 def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
     with started(drain__delay_seconds=3, admin__port=0, admin__token_sha256=TOKEN, probes__port=0) as running:
         event(running, "settings")
@@ -95,6 +96,7 @@ def status_of(port: int, path: str) -> int:
     return httpx.get(f"http://127.0.0.1:{port}{path}", verify=PLAIN).status_code
 
 
+@pytest.mark.slow
 def test_a_signal_while_loading_ends_in_order() -> None:
     with started(drain__delay_seconds=0.2) as running:
         assert event(running, "listening")["port"] == running.port
@@ -138,6 +140,7 @@ def test_a_signal_in_a_callback_of_an_import_is_not_lost() -> None:
 CLOSING = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_but_not_within_a_second() -> None:
     """make sends one signal both to the process and to its group. The standard descriptors are closed."""
     with started(*CLOSING, drain__delay_seconds=30) as running:
@@ -151,6 +154,7 @@ def test_a_second_signal_ends_at_once_but_not_within_a_second() -> None:
         assert running.process.wait(30) == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 1])
 def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) -> None:
     refusing = f"""if True:
@@ -305,6 +309,7 @@ def code_of(program: str) -> int:
     return done.returncode
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_end_changes_no_exit_code() -> None:
     program = """
 late = []
@@ -320,6 +325,7 @@ sys.exit(9 if late else code)
     assert code_of(program) == 0
 
 
+@pytest.mark.slow
 def test_work_that_hangs_at_the_end_gives_1_and_holds_nothing() -> None:
     """Such as a change of posts in a thread that waits for a disk."""
     program = """

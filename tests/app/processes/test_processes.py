@@ -31,7 +31,6 @@ from tests.support.asgi import ADDRESS
 from tests.support.checkpoints import one_and_two
 from tests.support.clients import Replies, Reply, callers
 
-pytestmark = pytest.mark.slow
 TOKEN = "a token of this test"
 
 
@@ -78,6 +77,7 @@ def children(server: Server) -> dict[str, list[int]]:
     return roles
 
 
+@pytest.mark.slow
 def test_workers_give_way_to_the_engine_process(several: Server) -> None:
     """Else, where processors are scarce, they read what is refused while what was admitted is not computed."""
     roles = children(several)
@@ -227,6 +227,7 @@ def test_a_killed_engine_process_restarts_with_what_it_served(several: Server, a
     assert versions(several) == {version}
 
 
+@pytest.mark.slow
 def test_a_damaged_reload_brings_back_what_the_settings_name(several: Server, admin_port: int, root: Path) -> None:
     first, second = reloaded(admin_port, "one"), reloaded(admin_port, "two")
     (root / "one").rename(
@@ -282,6 +283,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(several: Server) -> Non
     wait_until(lambda: len(children(several)["worker"]) == 2, 30, several)
 
 
+@pytest.mark.slow
 def test_sigterm_to_every_process_loses_nothing_and_ends_with_0(several: Server) -> None:
     """As systemd does, and a second time within a second. The last test that needs these processes."""
     body = json.dumps(example()).encode()
@@ -309,6 +311,7 @@ def is_listening(server: Server) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_process_ends_all_with_70_if_so_set(tmp_path: Path) -> None:
     """In a directory whose path is too long for the address of a socket."""
     folder = tmp_path / ("long" * 30)
@@ -372,6 +375,7 @@ def test_processes_started_again_have_the_settings_of_the_first(tmp_path: Path) 
         os.close(folder)
 
 
+@pytest.mark.slow
 def test_processes_started_again_have_the_keys_of_the_others(tmp_path: Path) -> None:
     """The file of keys was written wrongly, then lost."""
     keys, folder = tmp_path / "keys.json", tmp_path / "temporary"
@@ -471,6 +475,7 @@ def small() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_stalled_uploads_of_one_key_leave_room_in_each_worker(small: Server) -> None:
     size, body = 99_000, json.dumps(example()).encode().ljust(70_000)
     with ExitStack() as stack:
@@ -491,6 +496,7 @@ def busy_with(server: Server, path: str, body: bytes, count: int) -> AbstractCon
     return callers(server, lambda turn: body, count, path=path, impatient=True, headers={"x-api-key": "greedy"})
 
 
+@pytest.mark.slow
 def test_requests_of_one_key_leave_room_to_another(small: Server) -> None:
     body = json.dumps(example(64)).encode()
     with busy_with(small, "/rank", body, 40) as greedy:
@@ -518,12 +524,14 @@ def test_explanations_of_one_key_leave_turns_in_each_worker(small: Server) -> No
     assert greedy.statuses == {200, 429}
 
 
+@pytest.mark.slow
 def test_settings_that_only_a_worker_reads_end_all_with_2() -> None:
     with serving(workers=2, tracing__enabled="true", env={"OTEL_BSP_SCHEDULE_DELAY": "0"}, wait_ready=False) as server:
         assert server.wait(60) == 2
         assert "OpenTelemetry refuses its variables" in server.log_text
 
 
+@pytest.mark.slow
 def test_workers_that_all_fail_at_their_start_end_all(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         """
@@ -552,6 +560,7 @@ if json.loads(os.environ.get("_RANKER_ROLE", "{}")).get("worker"):
         assert server.wait(60) == 1
 
 
+@pytest.mark.slow
 def test_workers_that_start_slowly_and_fail_end_all(tmp_path: Path) -> None:
     # The second needs 11 s for its start, and the first is being started again when it fails.
     (tmp_path / "sitecustomize.py").write_text(
@@ -570,6 +579,7 @@ if worker:
         assert server.wait(40) == 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     with serving(tmp_path, workers=2, wait_ready=False) as server:

@@ -375,6 +375,7 @@ def test_a_full_disk_uses_up_no_descriptors(tmp_path: Path) -> None:
     assert [*by_name(tmp_path / "log")] == ["feed-20"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_costs_rankings_beyond_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, sync = threading.Event(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (opened.wait(30), sync(descriptor)))

@@ -27,7 +27,7 @@ from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
 from weights.synthetic.small_checkpoint import example_request, write_small_checkpoint
 
-pytestmark = [NEEDED, pytest.mark.slow]
+pytestmark = NEEDED
 
 CANDIDATE = EXAMPLE["candidates"][0]
 ACTOR, REPORTED = EXAMPLE["history"][0]["author_id"], EXAMPLE["history"][-1]["author_id"]
@@ -88,6 +88,7 @@ CONTROLS: dict[str, tuple[Callable[[Any], Any], Json]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_control_changes_the_ranking_as_the_api_says(tab: Explorer, client: httpx.Client) -> None:
     first = tab.open().shown()
     assert first == ranked(client, EXAMPLE)
@@ -115,6 +116,7 @@ def test_a_liked_topic_is_an_event_with_a_post_of_it(tab: Explorer, client: http
     assert tab.shown() == ranked(client, EXAMPLE | {"history": [*EXAMPLE["history"], event]})
 
 
+@pytest.mark.slow
 def test_nobody_without_a_history_can_like_any_topic(tab: Explorer, client: httpx.Client) -> None:
     tab.open("story=unknown")
     for topic in tab.page.locator(".topic.chip").all_inner_texts():
@@ -512,6 +514,7 @@ BUSY = {  # to the page's request: a full queue, or an engine that makes no prog
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", BUSY)
 def test_the_page_says_that_the_service_is_busy_and_recovers(browser: Any, status: int) -> None:
     queue, said = BUSY[status]
@@ -538,6 +541,7 @@ def test_the_page_says_that_the_service_is_busy_and_recovers(browser: Any, statu
             tab.refusals(status)
 
 
+@pytest.mark.slow
 def test_the_page_asks_again_when_retry_after_allows_it(browser: Any, server: Live, client: httpx.Client) -> None:
     problem = {"title": "Not ready", "status": 503, "code": "not_ready", "detail": "The engine is warming up."}
     asked: list[str] = []
@@ -611,6 +615,7 @@ def watching(link: Path) -> Settings:
     return Settings(port=0, checkpoint=link, threads=1, logs=QUIET, reload=Reload(watch_seconds=0.25))
 
 
+@pytest.mark.slow
 def test_another_model_is_said_and_has_its_own_names(browser: Any, tmp_path: Path) -> None:
     small, link = tmp_path / "small", tmp_path / "link"
     write_small_checkpoint(small, 0)
@@ -638,6 +643,7 @@ def test_another_model_is_said_and_has_its_own_names(browser: Any, tmp_path: Pat
         assert tab.complaints == []
 
 
+@pytest.mark.slow
 def test_another_model_that_explains_is_said(browser: Any, tmp_path: Path) -> None:
     small, link = tmp_path / "small", tmp_path / "link"
     write_small_checkpoint(small, 0)

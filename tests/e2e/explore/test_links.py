@@ -17,7 +17,7 @@ from tests.app.api.live import QUIET, Live, ready
 from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
 from weights.synthetic.small_checkpoint import write_small_checkpoint
 
-pytestmark = [NEEDED, pytest.mark.slow]
+pytestmark = NEEDED
 
 
 def packed(state: Any) -> str:
@@ -63,6 +63,7 @@ def test_each_story_is_a_link_with_one_step_that_moves_the_list(
     assert tab.page.locator("#try").count() == 0
 
 
+@pytest.mark.slow
 def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, server: Live) -> None:
     tab.open().settle(lambda: tab.page.locator('[data-action="dwell"]').fill("3"))
     tab.forget(3)
@@ -84,6 +85,7 @@ def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, serv
         assert other.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", ["slow", "refused"])
 def test_a_link_holds_edits_that_are_not_ranked(tab: Explorer, client: httpx.Client, reply: str) -> None:
     held: list[Any] = []

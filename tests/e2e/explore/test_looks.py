@@ -19,7 +19,7 @@ from tests.app.api.live import Live
 from tests.e2e.explore.explorer import EXAMPLE, NEEDED, Explorer, ranked
 
 Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
-pytestmark = [NEEDED, pytest.mark.slow]
+pytestmark = NEEDED
 
 TOO_WIDE = """() => [...document.querySelectorAll('main *')]
   .filter(each => each.getBoundingClientRect().right > innerWidth + 1
@@ -50,6 +50,7 @@ ROOM = """all => all.map(one => {
   return range.getBoundingClientRect().width <= one.clientWidth })"""
 
 
+@pytest.mark.slow
 def test_axe_finds_nothing_in_any_state_in_either_colours(browser: Any, server: Live) -> None:
     with Explorer(browser, server.url) as tab:
         page = tab.open().page
@@ -186,6 +187,7 @@ def test_the_first_load_and_a_slow_answer_are_marked(browser: Any, server: Live)
         assert tab.page.locator("#skeleton, #lists[aria-busy]").count() == 0
 
 
+@pytest.mark.slow
 def test_the_description_of_the_api_needs_nothing_from_elsewhere(browser: Any, server: Live) -> None:
     with Explorer(browser, server.url) as tab:
         tab.page.goto(f"{server.url}/docs")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
 
-pytestmark = [NEEDED, pytest.mark.slow]
+pytestmark = NEEDED
 POSTS = [post["post_id"] for post in EXAMPLE["candidates"]]
 CELLS = "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
 TWO_DIGITS, THREE_DIGITS = 0.0051, 6e-4

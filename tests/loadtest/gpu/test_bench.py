@@ -46,7 +46,6 @@ def test_a_phase_runs_in_its_own_process_and_leaves_figures(bench: Bench) -> Non
     assert json.loads(Path(report["log"]).with_suffix(".json").read_text())["phases"] == report["phases"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_hanging_phase_is_ended_and_late_ones_are_left_out(bench: Bench) -> None:
     """After a problem a search for it follows; 20 of the seconds are kept for the results."""

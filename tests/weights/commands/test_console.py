@@ -88,6 +88,7 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
         raise OSError("mine")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not Linux")
 def test_an_output_that_takes_nothing_is_one_sentence(tmp_path: Path) -> None:
     """In a process that has none of the libraries of training."""

@@ -92,6 +92,7 @@ def test_a_file_that_is_no_part_is_named_and_the_others_are_done(log: Path) -> N
         assert words in said
 
 
+@pytest.mark.slow
 def test_two_at_once_remove_one_after_the_other(log: Path) -> None:
     command = [sys.executable, "-m", "weights", "served", "forget", str(log), "--user", "2"]
     others, said = list[subprocess.Popen[str]](), list[str]()

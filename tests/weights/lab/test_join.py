@@ -429,6 +429,7 @@ def test_a_part_that_goes_while_it_is_joined_joins_nothing(change: str, served: 
     assert taken(log, "favorite") == ([101] if left else []) + [701]
 
 
+@pytest.mark.slow
 def test_users_are_forgotten_before_a_join_or_after_it(served: Path) -> None:
     command = [sys.executable, "-m", "weights", "served", "forget", str(served), "--user", "1001"]
     others, said = list[subprocess.Popen[str]](), list[str]()
@@ -446,6 +447,7 @@ def test_users_are_forgotten_before_a_join_or_after_it(served: Path) -> None:
     assert taken(read_log(served.with_name("log")), "favorite") == [101]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [0, 16, 128, 300])
 def test_a_full_disk_is_one_sentence_and_blames_no_part(kilobytes: int, served: Path) -> None:
     write_part(served, "more", [ranking(number, T0 + number, candidates=500) for number in range(20, 60)])

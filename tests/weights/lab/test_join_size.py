@@ -30,7 +30,7 @@ counts = join(served, events, out, JoinSettings(until_ts=int(sys.argv[4]), memor
 print(counts.rankings, counts.joined_events, 1024 * int(peak))
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def write_served(path: Path, parts: int) -> int:
@@ -72,6 +72,7 @@ def joined(path: Path, parts: int) -> tuple[int, int]:
     return size, peak
 
 
+@pytest.mark.slow
 def test_the_join_takes_ten_times_the_memory_it_is_allowed(tmp_path: Path) -> None:
     _, of_little = joined(tmp_path / "little", 1)
     size, peak = joined(tmp_path / "much", PARTS)

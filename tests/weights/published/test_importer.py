@@ -50,6 +50,7 @@ def edit_params(source: Path, file: str = "model_params.npz", **changes: Any) ->
     np.savez(source / file, **{name: value for name, value in values.items() if value is not ...})
 
 
+@pytest.mark.slow
 def test_the_variants_are_told_by_their_shapes(tmp_path: Path) -> None:
     january = brought_in(goldens.GOLDEN / "phoenix-jan-gqa" / "ranker", tmp_path / "january").manifest
     may = brought_in(goldens.GOLDEN / "phoenix-mini" / "ranker", tmp_path / "may").manifest

@@ -133,6 +133,7 @@ MEMBERS = {
 HOSTILE = ARCHIVES | {name: packed(("a.npy", raw)) for name, raw in MEMBERS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*HOSTILE, "bomb"])
 def test_a_hostile_archive_is_refused_before_memory_is_spent(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.npz"

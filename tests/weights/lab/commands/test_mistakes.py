@@ -244,6 +244,7 @@ def test_a_beginning_after_the_log_writes_nothing(command: str, since: str, desk
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("day", "warned"), [("2026-06-01", True), ("1980-01-01", True), ("", False)])
 @pytest.mark.parametrize("command", ["eval", "eval-retrieval", "calibrate"])
 def test_requests_that_training_has_seen_are_warned_of(
@@ -349,6 +350,7 @@ def test_digits_that_are_no_day_are_seconds(until: str, day: str, world: World, 
     assert f"split given: {day} " in said
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_ends_a_command_silently(desk: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)  # as `head` does

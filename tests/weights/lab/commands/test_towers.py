@@ -45,6 +45,7 @@ def towers(log: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_log_becomes_a_corpus_that_is_recommended_from(log: Path, towers: Path, tmp_path: Path) -> None:
     written = call("posts", log, "--out", tmp_path / "posts.parquet")
     assert written.exit_code == 0, written.output
@@ -116,6 +117,7 @@ def test_eval_retrieval_needs_a_log_or_a_ranker(towers: Path) -> None:
     assert (refused.exit_code, refused.stderr.strip()) == (1, "Give either --log or --ranker.")
 
 
+@pytest.mark.slow
 def test_a_cached_log_gives_the_same_towers(log: Path, towers: Path, tmp_path: Path) -> None:
     cache = ("--cache", tmp_path / "cache")
     for _ in range(2):  # the second time the sorted copy is there already
@@ -130,6 +132,7 @@ def test_a_cached_log_gives_the_same_towers(log: Path, towers: Path, tmp_path: P
     assert written.exit_code == 0, written.output
 
 
+@pytest.mark.slow
 def test_new_posts_are_recommended_by_their_content(tmp_path: Path) -> None:
     """Of posts that are in no log, by an author of all topics, a user gets those whose codes are like what the user liked."""
     tastes = {"interest_low": -2.0, "interest_high": 3.0, "freshness_sd": 0.1, "activity_sd": 0.1}

@@ -68,6 +68,7 @@ def trained(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return out, made.stdout
 
 
+@pytest.mark.slow
 def test_log_train_eval_and_example_from_the_command_line(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     checkpoint, printed = trained
     looked = call("log", log)
@@ -89,6 +90,7 @@ def test_log_train_eval_and_example_from_the_command_line(log: Path, trained: tu
     assert call("verify", checkpoint).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_curve_and_the_report_draws_it(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     checkpoint, printed = trained
     looks = [json.loads(line) for line in (checkpoint / "training.jsonl").read_text().splitlines()]
@@ -109,6 +111,7 @@ def test_train_says_how_it_compares_on_its_own_validation(trained: tuple[Path, s
     assert all(f"{name} 0." in line for name in ("model", "popularity", "newest first", "counts"))
 
 
+@pytest.mark.slow
 def test_a_ranker_behind_counts_is_trained_once_more(log: Path, tmp_path: Path) -> None:
     few = settings([value for value in RUN_SETTINGS if not value.startswith("counts_share")])
     options = ("--log", log, "--config", log.with_name("config.json"), "--state", tmp_path / "state", *few)
@@ -133,6 +136,7 @@ def test_a_ranker_behind_counts_is_trained_once_more(log: Path, tmp_path: Path) 
     assert call("inspect", tmp_path / "after", "--json").stdout in digests
 
 
+@pytest.mark.slow
 def test_of_several_seeds_the_best_on_validation_is_kept(log: Path, tmp_path: Path) -> None:
     options = (
         "--config",
@@ -162,6 +166,7 @@ def test_of_several_seeds_the_best_on_validation_is_kept(log: Path, tmp_path: Pa
     assert (none.exit_code, "state.pt" in none.stderr) == (1, True), none.output
 
 
+@pytest.mark.slow
 def test_a_search_keeps_the_best_trial_on_validation(log: Path, tmp_path: Path) -> None:
     options = ("--config", log.with_name("config.json"), "--out", tmp_path / "best", "--search", 3)
     made = call("train", "--log", log, *options, *settings(RUN_SETTINGS))
@@ -452,6 +457,7 @@ def test_a_bad_setting_is_refused_by_name_before_the_log_is_read(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_every_number_has_bounds(log: Path) -> None:
     numbers = [(name, default) for name, default, _, _ in settings_table() if isinstance(default, int | float)]
     assert len(numbers) > 20
@@ -462,6 +468,7 @@ def test_every_number_has_bounds(log: Path) -> None:
             assert re.fullmatch(rf"{name} must be (at least|above) .*, got .*\n", result.stderr), result.output
 
 
+@pytest.mark.slow
 def test_the_ends_of_the_bounds_train(log: Path, tmp_path: Path) -> None:
     ends = [
         "shared_events=0",
@@ -509,6 +516,7 @@ def test_an_impossible_action_name_is_refused_in_the_log(name: str, suffix: str,
         assert (result.exit_code, result.stderr) == (1, told), result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_a_surface_out_of_range_is_refused_with_file_and_row(
     suffix: str, log: Path, trained: tuple[Path, str], tmp_path: Path

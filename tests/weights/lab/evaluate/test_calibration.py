@@ -70,6 +70,7 @@ def read(path: Path) -> Log:
     return read_log(path)
 
 
+@pytest.mark.slow
 def test_predicted_is_observed_after_one_negative_in_five(log: Log, middle: int, calibrated: Path) -> None:
     loaded = load_checkpoint(calibrated)
     examples = Examples(log, loaded.manifest.config)
@@ -136,6 +137,7 @@ def read_table(path: Path) -> Any:
     return pq.read_table(path)
 
 
+@pytest.mark.slow
 def test_train_calibrates_where_negatives_were_sampled(sampled: Path, tmp_path: Path) -> None:
     small = ("--set", "epochs=0.02", "--set", "width=16", "--set", "validation_requests=8", "--set", "history_length=8")
     made, whole, few = {}, read(sampled), tmp_path / "few.parquet"

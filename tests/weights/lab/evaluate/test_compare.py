@@ -102,6 +102,7 @@ def trained_until(directory: Path, name: str, until_ts: int | None, out: Path) -
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later", ["one", "worse"])
 def test_requests_that_one_was_trained_on_do_not_count(
     later: str, directory: Path, world: World, tmp_path: Path

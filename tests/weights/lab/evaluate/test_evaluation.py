@@ -58,6 +58,7 @@ def test_every_ablation_changes_predictions_and_none_does_not(world: World, rank
         assert np.array_equal(changed, whole) == (name == "none"), name
 
 
+@pytest.mark.slow
 def test_the_optimum_is_best_and_random_weights_lose(evaluation: Evaluation) -> None:
     assert evaluation.headline == ("favorite",)
     sources = evaluation.figures["favorite"]
@@ -85,6 +86,7 @@ def test_a_report_holds_every_figure_and_begins_with_the_verdict(evaluation: Eva
     assert str(evaluation.figures["favorite"][MODEL]["AUC"]) in headline_table(evaluation)[0]
 
 
+@pytest.mark.slow
 def test_a_log_in_which_every_user_is_nobody_is_judged(world: World, ranker: Ranker, tmp_path: Path) -> None:
     log = replace(world.log, user_id=np.zeros(len(world.log), np.uint64))
     judged = evaluate(ranker, log, WORLD.test_ts, {"favorite": 1.0}, ablation_requests=30)
@@ -94,6 +96,7 @@ def test_a_log_in_which_every_user_is_nobody_is_judged(world: World, ranker: Ran
     write_evaluation(judged, tmp_path, "Title", "command")
 
 
+@pytest.mark.slow
 def test_nobody_and_unknown_authors_are_neither_known_nor_new(world: World, ranker: Ranker) -> None:
     ids = {name: getattr(world.log, name).copy() for name in ("user_id", "author_id")}
     is_nobody, is_unknown = world.log.request_id % 3 > 0, world.log.post_id % 2 > 0
@@ -180,6 +183,7 @@ def test_users_learned_by_heart_are_remarked_on(evaluation: Evaluation, tmp_path
     assert not any("own row" in remark for remark in better.remarks())
 
 
+@pytest.mark.slow
 def test_what_the_model_uses_is_told_of_rare_actions_too(world: World, ranker: Ranker) -> None:
     evaluation = evaluate(ranker, world.log, WORLD.test_ts, {"reply": 1.0}, ablation_requests=100)
     assert not np.isnan(evaluation.ablations["none"][0])

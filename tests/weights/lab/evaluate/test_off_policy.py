@@ -68,6 +68,7 @@ class Market:
         return Rankings(**{name: np.concatenate(parts) for name, parts in columns.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [1, 2])
 def test_the_intervals_cover_the_truth_in_most_logs(places: int) -> None:
     covered = dict.fromkeys(("ips", "snips", "doubly_robust"), 0)

@@ -30,6 +30,7 @@ def liked(log: Log) -> np.ndarray:
     return log.actions[:, log.action_names.index("favorite")].astype(np.float64)
 
 
+@pytest.mark.slow
 def test_impressions_of_nobody_are_no_queries(world: World) -> None:
     """The service refuses to retrieve for nobody, and nobody is not one user."""
     nobody = (world.log.impression_ts >= world.settings.test_ts) & (world.log.user_id % 3 == 0)

@@ -109,6 +109,7 @@ def graph(wheel: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_unseen_films_are_compared_with_and_without_codes(graph: Path, tmp_path: Path) -> None:
     assert "14 codes each" in run("movielens_codes.py", "log", graph, tmp_path)
     log = read_log(tmp_path / "log.parquet")
@@ -129,6 +130,7 @@ def test_unseen_films_are_compared_with_and_without_codes(graph: Path, tmp_path:
     assert leads == pytest.approx([values[0] - value for value in values[1:]], abs=0.0011)
 
 
+@pytest.mark.slow
 def test_new_posts_are_compared_with_what_is_possible(tmp_path: Path) -> None:
     small = ("--users", 60, "--new-users", 6, "--days", 5, "--test-days", 2)
     run("new_posts.py", "world", tmp_path / "world", *small)
@@ -143,6 +145,7 @@ def test_new_posts_are_compared_with_what_is_possible(tmp_path: Path) -> None:
     assert shares["with"] < 0.9
 
 
+@pytest.mark.slow
 def test_vectors_that_are_not_there_are_named(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "codes.py", "fit", tmp_path / "nowhere.npy", tmp_path / "book.npz"]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -109,6 +109,7 @@ def test_codes_of_a_post_begin_as_large_as_its_author(levels: int) -> None:
     assert torch.equal(*blocks)
 
 
+@pytest.mark.slow
 def test_new_posts_are_ordered_better_with_codes(new_posts: World) -> None:
     scores = {}
     for levels in (2, 0):
@@ -130,6 +131,7 @@ def test_new_posts_are_ordered_better_with_codes(new_posts: World) -> None:
     assert within[2] > within[0] + 0.05, within
 
 
+@pytest.mark.slow
 def test_train_and_posts_take_codes_of_a_log(new_posts: World, tmp_path: Path) -> None:
     log = tmp_path / "log.parquet"
     write_log(log, new_posts.log)

@@ -162,6 +162,7 @@ def test_a_cut_copy_is_refused_by_name(table: pa.Table, tmp_path: Path) -> None:
         read_log(tmp_path / "log.parquet", cache=tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_training_gives_one_digest_from_memory_and_disk(world: World, tmp_path: Path) -> None:
     write_log(tmp_path / "log.parquet", world.log)
     (tmp_path / "config.json").write_text(json.dumps(small_config().to_dict()))

@@ -105,6 +105,7 @@ def test_what_was_decided_is_what_such_a_log_needs(made: Path) -> None:
     assert manifest.training["settings"]["hidden_post_share"] == 0.02
 
 
+@pytest.mark.slow
 def test_the_table_has_baselines_on_all_and_on_rated_films(made: Path) -> None:
     lines = run("table", made / "log.parquet", made / "ranker").splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines]
@@ -117,7 +118,6 @@ def test_the_table_has_baselines_on_all_and_on_rated_films(made: Path) -> None:
     assert all(len(row) == 8 and 0 < float(cell) < 1 for row in rows[2:] for cell in row[1:])
 
 
-@pytest.mark.slow
 def test_film_titles_survive_a_reload_and_fit_their_column(made: Path) -> None:
     explorer = pytest.importorskip("tests.e2e.explorer")
     if explorer.CHROMIUM is None:

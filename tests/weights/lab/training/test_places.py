@@ -51,6 +51,7 @@ def qualities(log: Log) -> NDArray[np.float64]:
     return np.array([probability[post == each].mean() for each in range(1, POSTS + 1)])
 
 
+@pytest.mark.slow
 def test_a_position_sent_as_surface_does_not_count_as_quality(log: Log) -> None:
     best = np.arange(POSTS)
     with_places = np.corrcoef(qualities(log), best)[0, 1]

@@ -177,6 +177,7 @@ def test_the_last_requests_validate_and_one_alone_is_too_few() -> None:
         split(1, 10)
 
 
+@pytest.mark.slow
 def test_labels_smoothed_by_counts_keep_their_mean(world: World) -> None:
     examples = Examples(world.log, small_config())
     rows = int(examples.stops[len(examples) // 2])
@@ -188,6 +189,7 @@ def test_labels_smoothed_by_counts_keep_their_mean(world: World) -> None:
     assert np.array_equal(smoothed_labels(examples, rows, 0.0), happened)
 
 
+@pytest.mark.slow
 def test_smoothed_labels_know_nothing_of_later_rows(world: World) -> None:
     examples = Examples(world.log, small_config())
     rows = int(examples.stops[len(examples) // 2])
@@ -197,6 +199,7 @@ def test_smoothed_labels_know_nothing_of_later_rows(world: World) -> None:
     assert np.array_equal(smoothed_labels(examples, rows, 0.5), smoothed_labels(other, rows, 0.5))
 
 
+@pytest.mark.slow
 def test_a_run_learns_smoothed_labels_and_validates_on_hard_ones(world: World) -> None:
     def run(counts_share: float) -> list[Status]:
         seen: list[Status] = []
@@ -209,6 +212,7 @@ def test_a_run_learns_smoothed_labels_and_validates_on_hard_ones(world: World) -
     assert hard[-1].validation == pytest.approx(smooth[-1].validation, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_trunk_in_bfloat16_learns_what_one_in_float32_does(world: World) -> None:
     losses: dict[str, list[float]] = {"float32": [], "bfloat16": []}
     for dtype, seen in losses.items():

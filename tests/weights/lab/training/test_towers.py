@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from model.retrieval.towers import Towers
@@ -40,6 +41,7 @@ def trained(world: World, settings: TowerSettings = SETTINGS) -> tuple[Towers, l
     return towers, losses
 
 
+@pytest.mark.slow
 def test_it_learns_and_gives_the_same_bits(world: World) -> None:
     first, second = (trained(world, FEW)[0].state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -84,6 +86,7 @@ def test_the_truth_at_the_end_of_the_world(world: World) -> None:
     assert values[keen, favourite].mean() > 1.5 * values[~keen, favourite].mean()
 
 
+@pytest.mark.slow
 def test_towers_and_posts_are_written_beside_the_demo(world: World, tmp_path: Path) -> None:
     ranker = random_model(small_config(), 1)
     names = world.log.action_names

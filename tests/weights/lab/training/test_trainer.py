@@ -24,6 +24,7 @@ def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> No
     assert run.step < run.steps
 
 
+@pytest.mark.slow
 def test_a_short_run_warms_up_and_evaluates_by_its_length(examples: Examples) -> None:
     run = small_trainer(examples, epochs=2, warmup_steps=1000, warmup_share=0.1, evaluate_every=1000, evaluations=10)
     rates = [run.learning_rate(step) for step in range(run.steps)]
@@ -71,6 +72,7 @@ def test_averaged_weights_follow_the_learned_ones_slowly(examples: Examples) -> 
     assert 0 < way[1] < way[0]
 
 
+@pytest.mark.slow
 def test_a_short_run_with_a_slow_average_keeps_what_it_learned(examples: Examples) -> None:
     def best_loss(averaging: float) -> float:
         with reproducible(1):

@@ -80,6 +80,7 @@ def test_a_row_counts_as_often_as_its_weight_says(world: World) -> None:
     torch.testing.assert_close(action_loss(logits, three), 3 * action_loss(logits, one))
 
 
+@pytest.mark.slow
 def test_impressions_of_nobody_are_in_no_history(world: World, tmp_path: Path) -> None:
     users = world.log.user_id.copy()
     users[world.log.request_id % 2 == 0] = 0
@@ -119,6 +120,7 @@ def test_nobody_is_never_a_user_of_the_same_number(world: World) -> None:
     assert len(np.unique(collide.people)) == len(np.unique(log.user_id[~is_nobody] % 40)) + len(numbers)
 
 
+@pytest.mark.slow
 def test_no_metric_counts_what_is_unknown(world: World) -> None:
     log = hiding(world.log, HIDDEN, ACTION)
     examples = Examples(log, small_config())
@@ -133,6 +135,7 @@ def test_no_metric_counts_what_is_unknown(world: World) -> None:
     assert evaluation.quality[ACTION].mean == pytest.approx(probability.mean())
 
 
+@pytest.mark.slow
 def test_calibration_leaves_out_what_is_unknown(world: World) -> None:
     """Fitted on what is known of some rows, or on those rows alone, it is the same; fitted on false noes, it is lower."""
     hidden = hiding(world.log, HIDDEN, ACTION)
@@ -165,6 +168,7 @@ def test_counts_leave_out_what_is_unknown(world: World) -> None:
     assert mean(replace(hidden, unknown=None)) == pytest.approx((1 - HIDDEN) * mean(world.log), rel=0.1)
 
 
+@pytest.mark.slow
 def test_hidden_labels_cost_nothing_and_false_noes_do(world: World) -> None:
     """AUC on the newest fifth; calibration is the mean prediction over the mean truth. Noise: what another seed changes, and 0.05."""
     place = world.log.action_names.index(ACTION)

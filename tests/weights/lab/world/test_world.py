@@ -28,6 +28,7 @@ def world() -> World:
     return simulate(SMALL)
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_world_and_another_does_not(tmp_path: Path) -> None:
     tiny = WorldSettings(users=30, new_users=3, authors=24, days=7)
     for name, settings in (("a", tiny), ("b", tiny), ("c", replace(tiny, seed=2))):
@@ -55,6 +56,7 @@ def test_the_demo_in_the_tree_was_made_from_the_default_world() -> None:
     assert (sessions, sessions * settings.slots) == (report["requests"], report["impressions"])
 
 
+@pytest.mark.slow
 def test_people_of_the_default_world_do_what_they_always_did(world: World) -> None:
     log, truth = world.log, world.truth
     shares = {f"share of {name}": log.actions[:, place].mean() for place, name in enumerate(log.action_names)}
