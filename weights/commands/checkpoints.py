@@ -175,11 +175,7 @@ def relabel(
             changes["action_names"] = read_names(actions)
             changes["score_weights"] = default_score_weights(changes["action_names"])
         before = checkpoint.load_manifest(directory)
-        if directory.resolve().name == f"{before.name}@{before.version}":
-            raise CheckpointError(
-                f"Checkpoint {directory} is not written: its directory is named {directory.resolve().name} for what it holds, as `fetch` "
-                "names it: relabel a copy that has another name, and fetch that."
-            )
+        checkpoint.check_changeable(directory, before, "relabel")
         if actions and before.calibration:  # it belongs to the outputs
             renamed = dict(zip(before.action_names, changes["action_names"], strict=False))
             changes["calibration"] = {

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weights.actions import dwell_output, weight_vector
-from weights.checkpoint import load_checkpoint
+from weights.checkpoint import check_changeable, load_checkpoint
 from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
 from weights.format.writer import refused_writing
@@ -42,7 +42,7 @@ def calibrate_(
     cache: Cache = None,
 ) -> None:
     """Fit an offset and a slope for each action on requests that training has not seen, so that probabilities are frequencies. The order by
-    one action stays; version and digest change."""
+    one action stays; version and digest change. A directory NAME@VERSION, as fetch makes it, is refused: calibrate a copy of it."""
     with refusals(*REFUSED), naming(log):
         import msgspec
         import numpy as np
@@ -55,6 +55,7 @@ def calibrate_(
         share = kept_share(kept)
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
+        check_changeable(checkpoint, manifest, "calibrate")
         impressions = log_for(manifest, log, cache)
         start = since_of(since, manifest, impressions)
         if start > impressions.impression_ts[0]:
