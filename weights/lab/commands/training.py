@@ -294,7 +294,7 @@ def _of_taught(weights: Mapping[str, float], taught: Collection[str], option: st
     untaught = [name for name, weight in weights.items() if weight and name not in taught]
     if untaught and option and option not in SCORE_WEIGHT_SETS:
         raise CheckpointError(
-            f"--score-weights weighs {' and '.join(untaught)}, which no impression to learn from knows: the score would be led by "
+            f"--score-weights weighs {', '.join(untaught)}, which no impression to learn from knows: the score would be led by "
             "numbers that nothing taught. Leave it out; `relabel` can give it a weight once it has been trained."
         )
     return {name: weight for name, weight in weights.items() if name not in untaught}, without(untaught)

@@ -442,7 +442,7 @@ def propose_score_weights(log: Log, taught: Collection[str] | None = None) -> tu
 
 def without(untaught: Collection[str]) -> str:
     """Words for the actions that a score leaves out because nothing taught their heads; empty for none."""
-    return f" without {' and '.join(untaught)}, which no impression to learn from knows" if untaught else ""
+    return f" without {', '.join(untaught)}, which no impression to learn from knows" if untaught else ""
 
 
 def _words(name: str) -> list[str]:

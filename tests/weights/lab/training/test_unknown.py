@@ -113,7 +113,7 @@ def test_no_score_weighs_a_head_that_nothing_taught(
     weights = trained.manifest.score_weights
     taught = [name for name in default_score_weights(log.action_names) if name not in UNTAUGHT]
     assert weights == default_score_weights(taught)
-    assert "without mute_author and report, which no impression to learn from knows" in made.stdout
+    assert "without mute_author, report, which no impression to learn from knows" in made.stdout
     examples = Examples(log, trained.manifest.config)
     spread = predict(trained.ranker, examples, np.arange(300, 400)).probabilities.std(0)
     heads = dict(zip(log.action_names, spread, strict=True))
@@ -127,7 +127,7 @@ def test_what_nobody_knows_is_not_called_never_taken(world: World, tmp_path: Pat
     before, after = said.split("never known: ")
     assert after.startswith("mute_author and report (")
     assert "report" not in before.splitlines()[-1]
-    assert "score: X's weights without mute_author and report" in said
+    assert "score: X's weights without mute_author, report" in said
     zapped = replace(hiding(world.log, 1.0, ACTION), action_names=tuple(f"z_{name}" for name in world.log.action_names))
     write_log(tmp_path / "log.parquet", zapped)
     assert f"z_{ACTION} unknown, " in call("log", tmp_path / "log.parquet").stdout
