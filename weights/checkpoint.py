@@ -64,6 +64,16 @@ def check_ranks(path: str | Path, manifest: Manifest) -> None:
         raise CheckpointError(f"Checkpoint {path} is refused: it is a retrieval model (two towers), which cannot rank.")
 
 
+def check_changeable(path: Path, manifest: Manifest, command: str) -> None:
+    """Raises CheckpointError for a directory that is named NAME@VERSION after what it holds, which a `command` is to change in place."""
+    name = path.resolve().name
+    if name == f"{manifest.name}@{manifest.version}":
+        raise CheckpointError(
+            f"Checkpoint {path} is not written: its directory is named {name} for what it holds, as `fetch` names it: {command} a copy "
+            "that has another name, and fetch that."
+        )
+
+
 def load_encoder(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Encoder:
     """`load_any` for a checkpoint that retrieves; raises CheckpointError for one that ranks."""
     loaded = load_any(path, progress, threads=threads)

@@ -438,6 +438,19 @@ def test_a_fetch_leaves_another_one_at_work(tmp_path: Path) -> None:
     assert sorted(os.listdir(out)) == sorted(["current", "next", "demo@v2", path.name])
 
 
+@pytest.mark.parametrize("words", [("relabel", "--name", "other"), ("calibrate", "--log", "never-read.parquet")])
+def test_what_is_named_for_its_version_is_not_changed(words: tuple[str, ...], tmp_path: Path) -> None:
+    """The name was then no longer true, and each later fetch of the version failed."""
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+    path, _ = fetch(str(source), out, "current")
+    before = tree(path)
+    command, *rest = words
+    refused = call(command, out / "current", *rest)
+    assert refused.exit_code == 1, refused.output
+    assert f"is named {path.name} for what it holds, as `fetch` names it: {command} a copy that has" in refused.stderr
+    assert tree(path) == before
+
+
 def test_a_copy_that_was_changed_is_told_by_what_it_holds(tmp_path: Path) -> None:
     source, out = another(tmp_path / "source"), tmp_path / "out"
     path, _ = fetch(str(source), out, "current")

@@ -178,7 +178,7 @@ def relabel(
     of a retrieval checkpoint still fit it, unless an older version built them: those name the digest. A directory NAME@VERSION, as fetch
     makes it, is refused: relabel a copy of it."""
     with refusals():
-        from weights.checkpoint import load_manifest
+        from weights.checkpoint import check_changeable, load_manifest
         from weights.format.writer import refused_writing, replace_manifest
 
         changes: dict[str, Any] = {"version": version}
@@ -188,11 +188,7 @@ def relabel(
             changes["action_names"] = read_names(actions)
             changes["score_weights"] = default_score_weights(changes["action_names"])
         before = load_manifest(directory)
-        if directory.resolve().name == f"{before.name}@{before.version}":
-            raise CheckpointError(
-                f"Checkpoint {directory} is not written: its directory is named {directory.resolve().name} for what it holds, as `fetch` "
-                "names it: relabel a copy that has another name, and fetch that."
-            )
+        check_changeable(directory, before, "relabel")
         if actions and before.calibration:  # it belongs to the outputs
             renamed = dict(zip(before.action_names, changes["action_names"], strict=False))
             changes["calibration"] = {

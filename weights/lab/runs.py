@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
 from model.ranker import Ranker
+from weights.format.writer import alone_in
 from weights.lab.evaluate.baselines import COUNTS
 from weights.lab.evaluate.evaluation import OwnValidation, on_own_validation
 from weights.lab.training.choices import COUNTED_IMPRESSIONS, Plan
@@ -24,6 +25,8 @@ from weights.lab.training.trainer import Status
 SECOND = "second-run"
 """The directory of a second run, in that of the states and that of the event files."""
 SECOND_COUNTS_SHARE = 0.9
+DIRECTORIES = ("", SECOND, "seed-[0-9]*", "trial-[0-9]*")
+"""Where the runs of any command keep their states, as patterns."""
 
 Say = Callable[[str], None]
 
@@ -63,6 +66,19 @@ class Task:
             )  # fmt: skip
         return TrainedRun(ranker, settings, followed.status)
 
+    def begin_anew(self) -> None:
+        """Remove the states that an earlier command left: to resume, this one must find none but its own.
+
+        Raises BlockingIOError, a sentence, and removes nothing if another process is training in one of their directories.
+        """
+        state = self.state
+        states = [path for name in DIRECTORIES for path in state.glob(str(Path(name, STATE_NAME)))] if state else []
+        with ExitStack() as held:
+            for path in states:
+                held.enter_context(alone_in(path.parent))
+            for path in states:
+                path.unlink(missing_ok=True)
+
     def judge(self, run: TrainedRun) -> OwnValidation:
         """How a run's ranker compares with the simple baselines on the requests that the run validated on."""
         return on_own_validation(run.ranker, self.log, run.settings, self.until_ts, self.score_weights)
@@ -84,6 +100,8 @@ def keep_best(task: Task, plan: Plan, seeds: int = 1, search: int = 1, say: Say 
     settings are somebody's choice (a search, a given share of counts, a start from another checkpoint), nor on a log that is too large.
     Raises what `train` does.
     """
+    if not task.resume:
+        task.begin_anew()
     settings = _settings_of_runs(plan, seeds, search)
     is_search = search > 1
     is_decided = is_search or task.start is not None or "counts_share" in plan.overrides

@@ -137,6 +137,22 @@ def test_scores_name_what_the_log_names(logs: Path, checkpoint: Path, tmp_path: 
     assert (code, "column user_id holds uint64, not texts" in said) == (1, True)
 
 
+def test_scores_of_hashes_name_the_hashes(logs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """They were written as texts of digits, which are the ids of nobody."""
+    words = ("--checkpoint", checkpoint, "--log", logs / "hashes.parquet", "--partitions", 60)
+    code, said = run("score", *words, "--out", tmp_path / "out")
+    assert code == 0, said
+    assert "Its user_id and post_id are the hashes of texts, as in the log" in said
+    parts = [pq.read_table(path) for path in sorted((tmp_path / "out").glob("part-*.parquet"))]
+    assert not all(len(part) for part in parts), "some users' part is empty, and has the same columns"
+    assert all(part.schema.metadata[IDS_KEY] == HASHES for part in parts)
+    names = ["request_id", "user_id", "post_id"]
+    scored, log = pa.concat_tables(parts).select(names), pq.read_table(logs / "hashes.parquet").select(names)
+    assert scored.schema.types == log.schema.types
+    keys = [(name, "ascending") for name in names]
+    assert scored.sort_by(keys).to_pylist() == log.sort_by(keys).to_pylist()
+
+
 def test_a_comparison_shows_and_links_texts(logs: Path, checkpoint: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert run("random", "--ids", "text", "--seed", 1, "--out", other)[0] == 0

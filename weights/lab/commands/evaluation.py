@@ -40,12 +40,12 @@ def calibrate_(
     cache: Cache = None,
 ) -> None:
     """Fit an offset and a slope for each action on requests that training has not seen, so that probabilities are frequencies. The order by
-    one action stays; version and digest change."""
+    one action stays; version and digest change. A directory NAME@VERSION, as fetch makes it, is refused: calibrate a copy of it."""
     with refusals(*REFUSED), naming(log):
         import msgspec
         import numpy as np
 
-        from weights.checkpoint import load_checkpoint
+        from weights.checkpoint import check_changeable, load_checkpoint
         from weights.format.writer import refused_writing, replace_manifest
         from weights.lab.evaluate.calibration import calibrate
         from weights.lab.training.examples import Examples
@@ -54,6 +54,7 @@ def calibrate_(
         share = kept_share(kept)
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
+        check_changeable(checkpoint, manifest, "calibrate")
         impressions = log_for(manifest, log, cache)
         start = since_of(since, manifest, impressions)
         if start > impressions.impression_ts[0]:

@@ -32,10 +32,13 @@ def score(
     """Score every impression of a log as /rank would have, with the user's history at that time."""
     started = time.perf_counter()
     with refusals(ValueError, OSError, RuntimeError), naming(log):  # TableError and RunError; EngineError
+        import pyarrow.parquet as pq
+
         from model.create import EngineOptions
         from weights.checkpoint import load_checkpoint
         from weights.lab.scoring.run import score_log
         from weights.lab.scoring.scorer import Scorer
+        from weights.lab.training.log import IDS_KEY
 
         since_ts = time_of(since) if since else 0
         chosen = actions.split(",") if actions else None
@@ -43,5 +46,10 @@ def score(
         with progress_bar() as update:
             written = score_log(log, out, scorer, since_ts, partitions, update)
         scorer.close()
+        are_hashes = IDS_KEY in pq.read_schema(next(out.glob("part-*.parquet"))).metadata
     seconds = time.perf_counter() - started
     say(f"{out} holds {written} scores of {scorer.manifest.name} {scorer.manifest.version}; {seconds:.1f} s")
+    if are_hashes:
+        say(
+            "Its user_id and post_id are the hashes of texts, as in the log: request_id tells which rankings they are of."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import typer
 
 from model.config import ModelConfig
 from model.presets import Preset, with_preset
-from weights.actions import continuous_outputs, dwell_output, score_weights_of
+from weights.actions import SCORE_WEIGHT_SETS, continuous_outputs, dwell_output, score_weights_of
 from weights.commands.console import (
     Ids,
     Out,
@@ -52,6 +52,7 @@ from weights.lab.commands.options import (
 from weights.text_ids import IdKind
 
 if TYPE_CHECKING:
+    from model.ranker import Ranker
     from weights.checkpoint import Checkpoint
     from weights.lab.training.choices import Plan
     from weights.lab.training.curve import TrainedRun
@@ -93,7 +94,7 @@ def log_(
     with refusals(*REFUSED), naming(log):
         chosen = _plan_arguments(until, set_)
         impressions = read_with_bar(log, ids, _base(chosen[2]).product_surfaces, cache)
-        plan = _plan(impressions, 1, chosen)
+        plan, _ = _plan(impressions, 1, chosen)
         _say_plan(plan, impressions, plan.config)
 
 
@@ -190,15 +191,17 @@ def train(
         impressions = read_with_bar(log, ids, base.product_surfaces, cache)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
         start_until_ts = begun.manifest.trained_until_ts if begun else None
-        plan = _plan(impressions, seed, chosen, start_until_ts)
+        plan, taught = _plan(impressions, seed, chosen, start_until_ts, begun.ranker if begun else None)
         architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
         outputs, dwell = _outputs(architecture, begun)
         of_start = begun.manifest.score_weights if begun else {}
         chosen_weights = score_weights_of(score_weights, impressions.action_names) if score_weights else of_start
+        chosen_weights, left_out = _of_taught(chosen_weights, taught, score_weights)
         if score_weights or any(chosen_weights.values()):
-            plan = plan.scored_by(chosen_weights, "--score-weights" if score_weights else "those of --start")
+            source = f"{'--score-weights' if score_weights else 'those of --start'}{left_out}"
+            plan = plan.scored_by(chosen_weights, source)
         _say_plan(plan, impressions, architecture)
-        weights = _checked_score_weights(plan.score_weights, impressions)
+        weights = _checked_score_weights(plan.score_weights, taught or impressions.action_names)
         if begun and begun.manifest.calibration:
             say(
                 f"The calibration of {start} is left out, for it is not that of the new weights: `calibrate` makes another."
@@ -269,10 +272,32 @@ def _say_plan(plan: Plan, log: Log, config: ModelConfig) -> None:
         say(line)
 
 
-def _plan(log: Log, seed: int, chosen: PlanArguments, start_until_ts: int | None = None) -> Plan:
+def _plan(
+    log: Log, seed: int, chosen: PlanArguments, start_until_ts: int | None = None, start: Ranker | None = None
+) -> tuple[Plan, list[str]]:
+    """The plan, whose score is for taught actions alone, and these: training teaches them, or `start` was taught them before."""
     from weights.lab.training.choices import plan
+    from weights.lab.training.run import taught_actions
 
-    return plan(log, seed, *chosen, start_until_ts)
+    decided = plan(log, seed, *chosen, start_until_ts)
+    taught = taught_actions(log, decided.until_ts, decided.settings, start)
+    return decided.scored_by_taught(log, taught), taught
+
+
+def _of_taught(weights: Mapping[str, float], taught: Collection[str], option: str) -> tuple[dict[str, float], str]:
+    """These score weights without those of actions that nothing teaches, and words for what is left out.
+
+    Raises CheckpointError if `option`, that of --score-weights, names such an action itself.
+    """
+    from weights.lab.training.choices import without
+
+    untaught = [name for name, weight in weights.items() if weight and name not in taught]
+    if untaught and option and option not in SCORE_WEIGHT_SETS:
+        raise CheckpointError(
+            f"--score-weights weighs {', '.join(untaught)}, which no impression to learn from knows: the score would be led by "
+            "numbers that nothing taught. Leave it out; `relabel` can give it a weight once it has been trained."
+        )
+    return {name: weight for name, weight in weights.items() if name not in untaught}, without(untaught)
 
 
 def _begun(start: Path, ids: IdKind) -> Checkpoint:
@@ -310,10 +335,10 @@ def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Seque
     return outputs, dwell_output(outputs)
 
 
-def _checked_score_weights(weights: dict[str, float], log: Log) -> dict[str, float]:
-    """These weights. Raises CheckpointError if all are 0."""
+def _checked_score_weights(weights: dict[str, float], actions: Sequence[str]) -> dict[str, float]:
+    """These weights. Raises CheckpointError, with one of the `actions` as an example, if all are 0."""
     if not any(weights.values()):
-        example = f"{log.action_names[0]}=1"
+        example = f"{actions[0]}=1"
         raise CheckpointError(
             f"The score would be 0 for every post: choose its weights, for example --score-weights {example}."
         )

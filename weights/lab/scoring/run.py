@@ -25,7 +25,7 @@ from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, name_whole, named, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
 from weights.lab.training.contexts import open_contexts
-from weights.lab.training.log import action_names, checked_columns, open_log
+from weights.lab.training.log import action_names, checked_columns, kind_of, open_log
 from weights.progress import Update
 from weights.table_files import Table, Unchanged, check_unchanged, files_of, tables_of
 from weights.tables import Place, TableError
@@ -72,6 +72,7 @@ def score_log(
         )
     source = open_log(log, scorer.manifest.ids)
     action_names(source.schema, str(log))
+    schema = scorer.schema(kind_of(source.schema, str(log), scorer.manifest.ids))
     rows = source.count_rows()
     if not rows:
         raise TableError(f"{log} holds no impressions")
@@ -80,7 +81,7 @@ def score_log(
         rows,
         partitions or min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS)),
         since_ts,
-        scorer.schema.names,
+        schema.names,
         scorer.manifest.digest,
     )
     parts, split = [out / f"part-{number:05}.parquet" for number in range(run.partitions)], out / ".split"
@@ -95,7 +96,7 @@ def score_log(
             if len(table):
                 scored = scorer.score(scorer.prepare(table, since_ts, str(log)), _beyond(progress, done, rows))
             else:
-                scored = scorer.schema.empty_table()
+                scored = schema.empty_table()
             write_whole(part, partial(_write, scored))
             done += len(table)
         shutil.rmtree(split, ignore_errors=True)

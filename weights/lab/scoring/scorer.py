@@ -17,8 +17,9 @@ from weights.actions import weight_vector
 from weights.checkpoint import Checkpoint
 from weights.errors import CheckpointError
 from weights.lab.training.examples import Examples
-from weights.lab.training.log import aligned, log_of
+from weights.lab.training.log import HASHES, IDS_KEY, aligned, log_of
 from weights.tables import ID_TYPES
+from weights.text_ids import IdKind
 
 BATCH_TOKENS = 8192
 
@@ -67,17 +68,18 @@ class Scorer:
         self.engine = create_engine(checkpoint.ranker, replace(options, cache_bytes=cache_bytes))
         self.engine.warm_up()
 
-    @property
-    def schema(self) -> pa.Schema:
-        """Schema of `score_table`'s result: ids, `score`, the wanted actions' probabilities, continuous outputs in their units."""
+    def schema(self, ids: IdKind) -> pa.Schema:
+        """Schema of `score_table`'s result: ids of this kind, `score`, the wanted actions' probabilities, continuous outputs in their
+        units. Integers for a checkpoint with texts are the hashes of texts, as in the log, and the metadata says so."""
         names = self.manifest.action_names
-        kinds = [("request_id", pa.uint64()), *((name, ID_TYPES[self.manifest.ids]) for name in NAMING[1:])]
+        kinds = [("request_id", pa.uint64()), *((name, ID_TYPES[ids]) for name in TEXT_NAMING)]
         kinds.append(("score", pa.float64()))
         kinds += [(f"p.{names[column]}", pa.float32()) for column in self._chosen]
         kinds += [(output.name, pa.float32()) for output in self.manifest.continuous]
         return pa.schema(
             [pa.field(name, kind, nullable=False) for name, kind in kinds],
-            metadata={"checkpoint": self.manifest.digest, "version": self.manifest.version},
+            metadata={"checkpoint": self.manifest.digest, "version": self.manifest.version}
+            | ({} if ids == self.manifest.ids else {IDS_KEY: HASHES}),
         )
 
     def score_table(self, table: pa.Table, since_ts: int = 0, where: str = "The table") -> pa.Table:
@@ -121,6 +123,7 @@ class Scorer:
             outputs[actions:, done:stop] = (np.concatenate([scores.continuous for scores in parts]) * self._scales).T
             done = stop
             progress(done)
+        schema = self.schema("text" if log.texts else "uint64")
         place = np.full(len(log), -1)
         place[rows] = np.arange(len(rows))
         is_scored = place >= 0
@@ -130,10 +133,10 @@ class Scorer:
             for name in NAMING
         ]
         columns = [
-            column.filter(pa.array(is_scored)).cast(self.schema.field(name).type)
+            column.filter(pa.array(is_scored)).cast(schema.field(name).type)
             for name, column in zip(NAMING, named, strict=True)
         ]
-        return pa.table(columns + [pa.array(column[place]) for column in (score, *outputs)], schema=self.schema)
+        return pa.table(columns + [pa.array(column[place]) for column in (score, *outputs)], schema=schema)
 
     def close(self) -> None:
         """Free the engine."""

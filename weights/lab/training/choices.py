@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -106,6 +106,12 @@ class Plan:
             *(f"{choice.seen:<{width}}  → {choice.decided}" for choice in self.choices),
             *([f"given: {pairs}"] if pairs else []),
         ]
+
+    def scored_by_taught(self, log: Log, taught: Collection[str]) -> Plan:
+        """The plan with score weights that are proposed for these actions of its log alone: the head of another one says nothing."""
+        past = log if self.until_ts is None else log.before(self.until_ts)
+        weights, scored = propose_score_weights(past, taught)
+        return replace(self, choices=(*self.choices[:-1], scored), score_weights=weights)
 
     def scored_by(self, weights: Mapping[str, float], source: str) -> Plan:
         """The plan with these score weights in place of the proposed ones. `source`: where they are from, in words."""
@@ -389,31 +395,42 @@ def _too_little(log: Log, name: str, positives: int) -> list[Choice]:
 
 
 def _constant(log: Log) -> list[Choice]:
-    """A warning of actions that are always or never taken, if there are any."""
-    shares = log.shares
+    """A warning of actions that are always taken, never, or known of no impression, if there are any."""
+    shares = np.where(log.known_actions, log.shares, np.nan)
+    kinds = {"always taken": shares == 1, "never taken": shares == 0, "never known": np.isnan(shares)}
     constant_actions = {
-        "always taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 1],
-        "never taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 0],
+        what: [name for name, is_so in zip(log.action_names, are_so, strict=True) if is_so]
+        for what, are_so in kinds.items()
     }
     seen = ", ".join(f"{what}: {' and '.join(names)}" for what, names in constant_actions.items() if names)
     return [Choice(f"{seen} ({log.span})", "their probabilities say nothing")] if seen else []
 
 
-def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
+def propose_score_weights(log: Log, taught: Collection[str] | None = None) -> tuple[dict[str, float], Choice]:
     """Score weights that suit the names of the actions and how often they are taken; no weights if the names do not tell.
 
-    A log with X's actions gets X's weights. Any other is scored by one action, the surest sign that a post was wanted.
+    A log with X's actions gets X's weights. Any other is scored by one action, the surest sign that a post was wanted. An action that is
+    not among those `taught` gets no weight; None: all may have one.
     """
+    may_weigh = log.action_names if taught is None else taught
     shares = dict(zip(log.action_names, log.shares.tolist(), strict=True))
+    is_known = dict(zip(log.action_names, log.known_actions.tolist(), strict=True))
     taken = ", ".join(
-        f"{name} {'under 0.01%' if 0 < share < 1e-4 else f'{share:.2%}'}" for name, share in shares.items()
+        f"{name} {'unknown' if not is_known[name] else 'under 0.01%' if 0 < share < 1e-4 else f'{share:.2%}'}"
+        for name, share in shares.items()
     )
     weights = default_score_weights(log.action_names)
     if len(weights) >= KNOWN_ACTIONS:
-        return weights, Choice(
-            f"actions: {len(weights)} of X's", "score: X's weights (--score-weights ACTION=WEIGHT,… for others)"
+        left_out = [name for name in weights if name not in may_weigh]
+        return {name: weight for name, weight in weights.items() if name in may_weigh}, Choice(
+            f"actions: {len(weights)} of X's",
+            f"score: X's weights{without(left_out)} (--score-weights ACTION=WEIGHT,… for others)",
         )
-    informative = [name for name, share in shares.items() if 0 < share < 1 and not set(_words(name)) & set(UNWANTED)]
+    informative = [
+        name
+        for name, share in shares.items()
+        if name in may_weigh and 0 < share < 1 and not set(_words(name)) & set(UNWANTED)
+    ]
     signals = [name for word in WANTED for name in informative if word == name or word in _words(name)] or (
         informative if len(informative) == 1 else []
     )
@@ -421,6 +438,11 @@ def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
     if not signals:
         return {}, Choice(seen, "score: undecided; choose it with --score-weights ACTION=1")
     return {signals[0]: 1.0}, Choice(seen, f"score: 1.0 {signals[0]} (--score-weights {signals[0]}=1,… for another)")
+
+
+def without(untaught: Collection[str]) -> str:
+    """Words for the actions that a score leaves out because nothing taught their heads; empty for none."""
+    return f" without {', '.join(untaught)}, which no impression to learn from knows" if untaught else ""
 
 
 def _words(name: str) -> list[str]:

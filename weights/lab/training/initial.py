@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.config import HISTORY_COUNTS, MOST_COUNTED, ModelConfig
@@ -56,6 +57,12 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
         for name in ("post", "author", "codes"):
             if name in candidate:
                 candidate[name].copy_(history[name])
+
+
+def silence(ranker: Ranker, actions: NDArray[np.bool_]) -> None:
+    """Set the heads of these actions, bool `[A]`, to 0: their probability is 0.5 for every post, so it orders none, whatever it weighs."""
+    with torch.no_grad():
+        ranker.heads.actions.weight[:, torch.from_numpy(actions)] = 0
 
 
 def code_deviation(config: ModelConfig) -> float:

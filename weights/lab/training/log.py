@@ -147,6 +147,14 @@ class Log:
         return np.ones(len(self.action_names), bool) if self.unknown is None else np.asarray(~self.unknown.all(0))
 
     @property
+    def taught_actions(self) -> NDArray[np.bool_]:
+        """The actions that training on these rows teaches: known of some row that counts, bool `[A]`."""
+        if self.weight is None:
+            return self.known_actions
+        counts = self.weight > 0
+        return np.array([bool((counts & self.known_rows(action)).any()) for action in range(len(self.action_names))])
+
+    @property
     def shares(self) -> NDArray[np.float64]:
         """How often each action was taken, of the rows where that is known, float64 `[A]`; 0 where it is known of none."""
         if self.unknown is None:

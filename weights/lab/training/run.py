@@ -99,6 +99,16 @@ def validation_begins(log: Log, until_ts: int | None, settings: TrainSettings) -
     return int(past.impression_ts[past.request_starts[validation[0]]])
 
 
+def taught_actions(log: Log, until_ts: int | None, settings: TrainSettings, start: Ranker | None = None) -> list[str]:
+    """The actions that `train` teaches by these arguments, or that `start` was taught before: a head of zeros was taught by nothing."""
+    past = log if until_ts is None else log.before(until_ts)
+    trained, _ = split(past.requests, settings.validation_requests, settings.validation_share)
+    taught = past.take(slice(0, int(np.append(past.request_starts, len(past))[len(trained)]))).taught_actions
+    if start is not None:
+        taught = taught | start.heads.actions.weight.any(0).cpu().numpy()
+    return [name for name, is_taught in zip(log.action_names, taught, strict=True) if is_taught]
+
+
 def split(
     requests: int, validation_requests: int, share: float = VALIDATION_SHARE
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

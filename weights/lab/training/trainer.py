@@ -126,6 +126,9 @@ class Trainer:
         initial.upstream(self.ranker, self.generator)
         if start is not None:
             self.ranker.load_state_dict(start.state_dict())
+        else:
+            learned = slice(int(examples.starts[train[0]]), int(examples.stops[train[-1]]))
+            initial.silence(self.ranker, ~examples.log.take(learned).taught_actions)
         self.ranker.to(settings.device)
         self.optimizer = torch.optim.AdamW(
             self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8, fused=True

@@ -69,8 +69,9 @@ def test_requests_before_since_are_history_alone(scorer: Scorer, table: Any, wor
 def test_some_actions_alone_and_none_that_the_checkpoint_lacks(scorer: Scorer, table: Any) -> None:
     checkpoint = load_checkpoint(DEMO)
     some = Scorer(checkpoint, OPTIONS, ["report", "favorite"])
-    assert some.schema.names == ["request_id", "user_id", "post_id", "score", "p.report", "p.favorite", "dwell_time"]
-    assert some.score_table(table).equals(scorer.score_table(table).select(some.schema.names))
+    names = some.schema("uint64").names
+    assert names == ["request_id", "user_id", "post_id", "score", "p.report", "p.favorite", "dwell_time"]
+    assert some.score_table(table).equals(scorer.score_table(table).select(names))
     some.close()
     with pytest.raises(CheckpointError, match="has no action likes: it has favorite, "):
         Scorer(checkpoint, OPTIONS, ["likes"])

@@ -12,8 +12,12 @@ from numpy.typing import NDArray
 
 pytest.importorskip("pyarrow")
 
+from typer.testing import Result
+
 from tests.weights.call import call
 from tests.weights.lab.training.small_run import small_config, small_trainer
+from weights.actions import default_score_weights
+from weights.checkpoint import load_checkpoint
 from weights.lab.counts import count_probabilities
 from weights.lab.evaluate.calibration import Fit, calibrate, fit
 from weights.lab.evaluate.evaluation import Judge, evaluate
@@ -68,6 +72,105 @@ def test_what_is_unknown_adds_no_loss_and_no_gradient(world: World) -> None:
     action_loss(again, whole).backward()
     assert again.grad is not None
     torch.testing.assert_close(gradient[labels.is_known], again.grad[labels.is_known])
+
+
+UNTAUGHT = ("mute_author", "report")
+FEW = ["epochs=0.1", "counts_share=0", "validation_requests=10", "weight_decay=0"]
+
+
+def untaught(log: Log, case: str) -> Log:
+    """The log, in which no row that training learns from knows some complaints."""
+    is_known = {
+        "never known": np.zeros(len(log), bool),
+        "known of the newest": np.arange(len(log)) >= len(log) * 0.99,
+        "known of rows that count nothing": np.arange(len(log)) % 5 == 0,
+    }[case]
+    unknown = np.zeros(log.actions.shape, bool)
+    for action in UNTAUGHT:
+        unknown[:, log.action_names.index(action)] = ~is_known
+    weight = np.where(is_known, 0, 1).astype(np.float32) if "nothing" in case else None
+    return replace(log, actions=log.actions & ~unknown, unknown=unknown, weight=weight)
+
+
+def train(log: Log, directory: Path, *options: object) -> Result:
+    """Write the log to this directory, and train on all of it."""
+    write_log(directory / "log.parquet", log)
+    words = ("--log", directory / "log.parquet", "--out", directory / "out", "--until", "all", *options)
+    settings = FEW if "--start" in options else [*FEW, "width=16"]
+    return call("train", *words, *(word for setting in settings for word in ("--set", setting)))
+
+
+@pytest.mark.parametrize("case", ["never known", "known of the newest", "known of rows that count nothing"])
+@pytest.mark.parametrize("given", [(), ("--score-weights", "default"), ("--search", 2)], ids=["", "set", "search"])
+def test_no_score_weighs_a_head_that_nothing_taught(
+    world: World, tmp_path: Path, case: str, given: tuple[object, ...]
+) -> None:
+    """Their heads kept random initial values, and 20 times that noise led the order."""
+    log = untaught(world.log, case)
+    made = train(log, tmp_path, *given)
+    assert made.exit_code == 0, made.output
+    trained = load_checkpoint(tmp_path / "out")
+    weights = trained.manifest.score_weights
+    taught = [name for name in default_score_weights(log.action_names) if name not in UNTAUGHT]
+    assert weights == default_score_weights(taught)
+    assert "without mute_author, report, which no impression to learn from knows" in made.stdout
+    examples = Examples(log, trained.manifest.config)
+    spread = predict(trained.ranker, examples, np.arange(300, 400)).probabilities.std(0)
+    heads = dict(zip(log.action_names, spread, strict=True))
+    assert [heads[name] for name in UNTAUGHT] == [0, 0], "a request may weigh them: they order nothing"
+    assert min(heads[name] for name in taught) > 0
+
+
+def test_what_nobody_knows_is_not_called_never_taken(world: World, tmp_path: Path) -> None:
+    write_log(tmp_path / "log.parquet", untaught(world.log, "never known"))
+    said = call("log", tmp_path / "log.parquet").stdout
+    before, after = said.split("never known: ")
+    assert after.startswith("mute_author and report (")
+    assert "report" not in before.splitlines()[-1]
+    assert "score: X's weights without mute_author, report" in said
+    zapped = replace(hiding(world.log, 1.0, ACTION), action_names=tuple(f"z_{name}" for name in world.log.action_names))
+    write_log(tmp_path / "log.parquet", zapped)
+    assert f"z_{ACTION} unknown, " in call("log", tmp_path / "log.parquet").stdout
+
+
+def test_a_weight_for_an_untaught_action_is_refused(world: World, tmp_path: Path) -> None:
+    refused = train(untaught(world.log, "never known"), tmp_path, "--score-weights", "favorite=1,report=-20")
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (1, 1), refused.output
+    assert "--score-weights weighs report, which no impression to learn from knows" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    made = train(untaught(world.log, "never known"), tmp_path, "--score-weights", "favorite=1,report=0")
+    assert made.exit_code == 0, made.output
+
+
+def test_training_goes_on_with_heads_taught_before(world: World, tmp_path: Path) -> None:
+    """A head that the first log taught is kept; one that it did not is learned as soon as a log knows the action."""
+    (tmp_path / "on").mkdir()
+    for first, then in (
+        (world.log, untaught(world.log, "never known")),
+        (untaught(world.log, "never known"), world.log),
+    ):
+        made = train(first, tmp_path, "--replace")
+        assert made.exit_code == 0, made.output
+        start = load_checkpoint(tmp_path / "out")
+        went_on = train(then, tmp_path / "on", "--start", tmp_path / "out", "--replace")
+        assert went_on.exit_code == 0, went_on.output
+        after = load_checkpoint(tmp_path / "on/out")
+        assert after.manifest.score_weights == start.manifest.score_weights
+        report = world.log.action_names.index("report")
+        before, now = (one.ranker.heads.actions.weight[:, report] for one in (start, after))
+        assert now.any()
+        assert bool((before == now).all()) == (first is world.log)
+
+
+def test_weights_of_an_untaught_start_are_left_out(world: World, tmp_path: Path) -> None:
+    log = untaught(world.log, "never known")
+    assert train(log, tmp_path).exit_code == 0
+    assert call("relabel", tmp_path / "out", "--score-weights", "reply=2,report=-20").exit_code == 0
+    (tmp_path / "on").mkdir()
+    made = train(log, tmp_path / "on", "--start", tmp_path / "out")
+    assert made.exit_code == 0, made.output
+    assert load_checkpoint(tmp_path / "on/out").manifest.score_weights == {"reply": 2.0}
+    assert "→ score: 2 reply (those of --start without report, which no impression to learn from knows)" in made.stdout
 
 
 def test_a_row_counts_as_often_as_its_weight_says(world: World) -> None:
