@@ -120,6 +120,7 @@ def test_the_client_repeats_what_the_service_replies(ranker: RankerClient, clien
     assert (best.models, best.actions) == (reply["models"], reply["actions"])
 
 
+@pytest.mark.slow
 def test_without_a_corpus_nothing_is_tried_again() -> None:
     with serving(threads=1) as server, RankerClient(server.url) as ranker:
         for ask in (ranker.retrieve, ranker.recommend):

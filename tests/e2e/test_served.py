@@ -37,6 +37,7 @@ def test_the_log_says_what_the_engine_was_given(tmp_path: Path, ids: Any, worker
     assert min(tally.truncated, tally.by_handle, tally.explored) > 0
 
 
+@pytest.mark.slow
 def test_a_difference_would_be_seen(tmp_path: Path) -> None:
     checkpoint, body = load_checkpoint(DEMO), next(bodies("uint64", 1)) | {"weights": "default"}
     with serving(threads=1, served__directory=tmp_path) as server:

@@ -65,6 +65,7 @@ def plain(kernels: Any = "torch") -> Engine:
     return SplitEngine(random_ranker(CONFIG), kernels=kernels, capacity=192, cache_bytes=2**20)
 
 
+@pytest.mark.slow
 def test_a_rung_that_hangs_in_a_child_gives_way_to_the_next(child: Path) -> None:
     def probe() -> str:
         return try_in_child(TRIAL, (sys.executable, str(child), "hangs"), 120, 4)

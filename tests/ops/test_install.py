@@ -79,6 +79,7 @@ def test_without_an_index_it_says_what_to_do(venv: Path) -> None:
     assert "secret" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_where_only_pypi_is_reached_torch_comes_from_there(venv: Path, only_pypi: str) -> None:
     try:
         httpx.head("https://pypi.org/simple/", timeout=5)

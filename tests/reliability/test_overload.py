@@ -150,6 +150,7 @@ def is_closed(sock: socket.socket) -> bool:
         sock.setblocking(True)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_under_256_most_expensive_bodies(server: Server) -> None:
     for user in range(8):
         server.post("/rank", body(user))

@@ -247,6 +247,7 @@ class WithoutLengths(http.server.SimpleHTTPRequestHandler):
             super().send_header(keyword, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["manifest.json", "example.json"])
 @pytest.mark.parametrize("by", ["path", "http", "http without lengths"])
 def test_a_file_that_is_too_long_is_not_read_to_its_end(by: str, file: str, tmp_path: Path) -> None:
@@ -280,6 +281,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], Callable[[dict[str, Any]], ob
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", REFUSED)
 @pytest.mark.parametrize("is_there", [False, True])
 def test_the_link_never_moves_to_what_verify_refuses(fault: str, is_there: bool, tmp_path: Path) -> None:

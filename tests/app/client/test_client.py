@@ -600,6 +600,7 @@ def test_a_client_of_your_own_stays_open(start: Start) -> None:
     assert not asyncio.run(call())
 
 
+@pytest.mark.slow
 def test_an_asyncio_call_costs_at_most_a_few_of_aiohttps(listener: str) -> None:
     """Processor time of this process for a hundred calls at once, which is the time of the client and of the test's server."""
     content = orjson.dumps(RankingRequest(7, CANDIDATES, HISTORY).to_json())

@@ -212,6 +212,7 @@ def test_a_killed_worker_is_restarted_while_the_others_serve(several: Server) ->
     assert several.post("/rank", example()).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_killed_engine_process_restarts_with_what_it_served(several: Server, admin_port: int) -> None:
     version = reloaded(admin_port, "two")
     wait_until(lambda: versions(several) == {version})
@@ -249,6 +250,7 @@ def engine_killed(server: Server) -> None:
     wait_until(lambda: server.get("/readyz").status_code == 200, 90)
 
 
+@pytest.mark.slow
 def test_a_lost_engine_process_comes_back_beside_a_refused_link(tmp_path: Path) -> None:
     """It serves what it served, and says again that what the link leads to is refused."""
     one_and_two(tmp_path)
@@ -547,6 +549,7 @@ if json.loads(os.environ.get("_RANKER_ROLE", "{}")).get("worker"):
     assert len(ended) >= 2 * 3
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_at_their_start_end_all(tmp_path: Path) -> None:
     """As for lack of memory."""
     (tmp_path / "sitecustomize.py").write_text(

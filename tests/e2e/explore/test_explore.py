@@ -685,6 +685,7 @@ def test_without_an_example_the_page_uses_the_models_weights(browser: Any) -> No
         assert tab.complaints == []
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_a_key_and_keeps_it_out_of_its_address(browser: Any) -> None:
     auth = Auth(keys={"me": SecretStr(hashlib.sha256(b"open sesame").hexdigest())})
     with listening(auth=auth) as live, Explorer(browser, f"http://127.0.0.1:{live.port}") as tab:

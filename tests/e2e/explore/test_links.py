@@ -117,6 +117,7 @@ def test_a_link_copied_at_once_holds_the_last_edit(tab: Explorer, client: httpx.
     assert tab.open(link.partition("#")[2]).shown() == ranked(client, EXAMPLE | {"history": EXAMPLE["history"][:-2]})
 
 
+@pytest.mark.slow
 def test_a_link_holds_text_ids(browser: Any, tmp_path: Path) -> None:
     write_small_checkpoint(tmp_path / "text", 0, ids="text")
     settings = Settings(port=0, checkpoint=tmp_path / "text", threads=1, logs=QUIET)

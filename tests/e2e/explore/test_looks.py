@@ -92,6 +92,7 @@ def test_axe_finds_what_is_planted(tab: Explorer) -> None:
     assert {fault["id"]: len(fault["nodes"]) for fault in tab.faults()} == {"select-name": 1, "color-contrast": 1}
 
 
+@pytest.mark.slow
 def test_nothing_overlaps_is_cut_or_is_too_wide(browser: Any, server: Live) -> None:
     with Explorer(browser, server.url) as tab:
         tab.open()

@@ -46,6 +46,7 @@ def test_a_phase_runs_in_its_own_process_and_leaves_figures(bench: Bench) -> Non
     assert json.loads(Path(report["log"]).with_suffix(".json").read_text())["phases"] == report["phases"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_hanging_phase_is_ended_and_late_ones_are_left_out(bench: Bench) -> None:
     """After a problem a search for it follows; 20 of the seconds are kept for the results."""
@@ -62,6 +63,7 @@ def phase(name: str, log: Path, fault: str = "") -> tuple[int, list[dict[str, An
     return main(["--device", "cpu", "--tiny", "--run", name, "--log", str(log), *planted]), read(log)
 
 
+@pytest.mark.slow
 def test_a_sound_engine_differs_nowhere_and_is_timed(tmp_path: Path) -> None:
     code, (record,) = phase("environment", tmp_path / "environment.jsonl")
     assert code == 0

@@ -283,6 +283,7 @@ def short_run(desk: Path, *options: object) -> tuple[object, ...]:
     return ("train", "--log", desk / "log.parquet", *options, *assigned)
 
 
+@pytest.mark.slow
 def test_a_state_that_the_disk_cannot_hold_is_as_before(desk: Path, tmp_path: Path) -> None:
     """torch raises a RuntimeError about positions in a file, whatever the system said."""
     state = tmp_path / "state/state.pt"

@@ -311,6 +311,7 @@ def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
     assert looked.stdout.splitlines()[-1] == "given: epochs=1.5, history_length=31, has_post_age=False, post_rows=4096"
 
 
+@pytest.mark.slow
 def test_some_fields_of_the_architecture_are_enough_and_set_wins(log: Path, tmp_path: Path) -> None:
     fields = {"width": 32, "post_hashes": {"vocab_size": 99}, "user_hashes": {"vocab_size": 99}, "history_length": 40}
     (tmp_path / "config.json").write_text(json.dumps({"architecture": fields}))
@@ -351,6 +352,7 @@ def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path
     assert load_checkpoint(tmp_path / "out").manifest.score_weights == {"zoomed": 2.0, "zapped": -0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_trains_verifies_serves_and_isolates(
     name: str, log: Path, examples: Examples, tmp_path: Path
@@ -491,6 +493,7 @@ def test_the_ends_of_the_bounds_train(log: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_a_training_without_a_finite_loss_leaves_no_checkpoint(log: Path, tmp_path: Path) -> None:
     wild = ["learning_rate=1", "weight_decay=100", "table_decay=100", "warmup_steps=1", "epochs=3", "batch_contexts=8"]
     options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")

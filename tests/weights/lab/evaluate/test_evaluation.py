@@ -111,6 +111,7 @@ def test_nobody_and_unknown_authors_are_neither_known_nor_new(world: World, rank
         assert of_kind == pytest.approx(1 - shares["nobody" if kind == "users" else "unknown authors"])
 
 
+@pytest.mark.slow
 def test_what_a_log_cannot_have_is_not_printed(world: World, ranker: Ranker, tmp_path: Path) -> None:
     """One post a request, no dwell, no world."""
     log = world.log.take(np.arange(0, len(world.log), WORLD.slots))
@@ -125,6 +126,7 @@ def test_what_a_log_cannot_have_is_not_printed(world: World, ranker: Ranker, tmp
     assert {"way_to_optimum", "dwell_error_seconds"}.isdisjoint(figures(evaluation))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_actions_that_are_rare_or_never_happen_have_a_report(world: World, ranker: Ranker, tmp_path: Path) -> None:
     rare = np.zeros_like(world.log.actions)
@@ -159,6 +161,7 @@ def test_the_verdict_names_the_closest_baseline_or_the_loss(evaluation: Evaluati
     assert "both outcomes" in replace(evaluation, comparisons=[]).verdict()
 
 
+@pytest.mark.slow
 def test_a_test_period_that_tells_nothing_is_said_first(world: World, ranker: Ranker) -> None:
     """No baseline is advised whose own interval holds 0.5."""
     actions = np.zeros_like(world.log.actions)

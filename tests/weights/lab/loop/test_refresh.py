@@ -251,6 +251,7 @@ def relabelled(loop: Loop) -> str:
     return "mended"
 
 
+@pytest.mark.slow
 def test_a_link_that_is_set_during_a_turn_stays(loop: Loop) -> None:
     """The new model was not judged against what somebody has set."""
     mended = relabelled(loop)
@@ -403,6 +404,7 @@ def test_a_turn_that_is_killed_at_each_step_is_finished(loop: Loop) -> None:
     assert (code, "Nothing new" in said) == (0, True), said
 
 
+@pytest.mark.slow
 def test_what_a_killed_turn_joined_counts_for_the_same_options(loop: Loop) -> None:
     """With other options it is joined again: absence would mean something else in it."""
     loop.night(0)
@@ -604,6 +606,7 @@ def with_one_more_action(row: ServedRanking, names: tuple[str, ...]) -> ServedRa
     )
 
 
+@pytest.mark.slow
 def test_nights_of_other_actions_are_left_out_and_told(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh()[0] == 0
@@ -641,6 +644,7 @@ def test_nights_with_and_without_codes_train_together(loop: Loop) -> None:
         assert loop.figures(day + 1)["left_out_nights"] == []
 
 
+@pytest.mark.slow
 def test_rankings_of_parts_that_come_late_are_told(loop: Loop) -> None:
     loop.night(0)
     (part,) = (loop.root / "served").glob("*/*.parquet")
@@ -670,6 +674,7 @@ def warned_of(said: str) -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.slow
 def test_only_rankings_of_parts_not_read_before_are_late(loop: Loop) -> None:
     """Not those of a copy; a user who is removed meanwhile does not make them fewer."""
     loop.night(0)
@@ -695,6 +700,7 @@ def test_only_rankings_of_parts_not_read_before_are_late(loop: Loop) -> None:
     assert warned_of(loop.refresh(*BEFORE_TRAINING)[1]) == 0, "an earlier version has not kept the names"
 
 
+@pytest.mark.slow
 def test_rankings_of_another_model_are_not_late(loop: Loop) -> None:
     """A model with other actions served for some hours, and took the turn after them."""
     loop.night(0)
@@ -715,6 +721,7 @@ def test_rankings_of_another_model_are_not_late(loop: Loop) -> None:
     assert (code, warned_of(said)) == (3, 0), said
 
 
+@pytest.mark.slow
 def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
     loop.night(0)
     for day in (1, 2):

@@ -44,6 +44,7 @@ def by_key(scored: Any) -> Any:
     return scored.sort_by([("request_id", "ascending"), ("post_id", "ascending")])
 
 
+@pytest.mark.slow
 def test_scores_depend_on_no_request_order_or_forward_size(scorer: Scorer, table: Any) -> None:
     whole = by_key(scorer.score_table(table))
     small = Scorer(load_checkpoint(DEMO), OPTIONS, batch_tokens=7)  # less than one request has

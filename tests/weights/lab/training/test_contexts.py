@@ -233,6 +233,7 @@ def test_a_log_without_any_context_trains_on_its_rows(world: World, tmp_path: Pa
     assert np.array_equal(examples.history_lengths, before.history_lengths)
 
 
+@pytest.mark.slow
 def test_eval_says_whose_histories_the_baselines_read(world: World, tmp_path: Path) -> None:
     before = write_pair(world, tmp_path / "log", lambda index, context: newest(context))
     save_checkpoint(

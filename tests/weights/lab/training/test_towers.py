@@ -66,6 +66,7 @@ def test_posts_of_unknown_authors_are_told_apart(world: World) -> None:
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 def test_fifteen_default_steps_lead_where_they_always_led(world: World) -> None:
     settings = TowerSettings(steps=15)
     before = initial_towers(towers_config(small_config()), torch.Generator().manual_seed(settings.seed))
