@@ -46,6 +46,7 @@ def test_locust_runs_once_and_leaves_its_report(server: Server, tmp_path: Path) 
     assert rows[-1]["Failure Count"] == "0", done.stdout
 
 
+@pytest.mark.slow
 def test_the_open_loop_counts_from_when_a_request_was_due(server: Server, tmp_path: Path) -> None:
     done = ended("open", server.url, tmp_path, "--rate", "20", "--seconds", "2", "--warmup", "0.5")
     assert done.returncode == 0, done.stderr
@@ -170,6 +171,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
             thread.join(10)
 
 
+@pytest.mark.slow
 def test_a_search_in_which_no_rate_holds_has_its_report(tmp_path: Path) -> None:
     with answering(503, b"") as url:
         done = ended("capacity", url, tmp_path, "--start", "1", "--seconds", "0.1")
@@ -185,6 +187,7 @@ def test_a_poisson_schedule_of_a_low_rate_is_never_empty() -> None:
         assert 0 <= due[0] <= due[-1] < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body", [b"<html>oops</html>", b'{"candidates": []}', b"[]", b"", b'{"candidates": [{}], "visible": 9}']
 )

@@ -222,6 +222,7 @@ def test_tables_that_no_engine_reads_are_refused(build: Build, other: torch.dtyp
         build(ranker)
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize(
     ("build", "compositions", "drawn"),

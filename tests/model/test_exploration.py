@@ -45,6 +45,7 @@ def test_the_probabilities_of_all_orders_sum_to_1(count: int, temperature: float
     assert math.isclose(total, 1.0, rel_tol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_orders_are_drawn_as_often_as_their_probabilities_say(count: int, temperature: float) -> None:

@@ -38,6 +38,7 @@ def alone(config: ModelConfig, context: Context, caller: str | None = "feed") ->
     return Item(context, random_candidates(config, 0), caller=caller)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "changes"),
     [(build, {}) for build in ENGINES] + [("native", {"has_dwell": False, "has_post_age": False})],

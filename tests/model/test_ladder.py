@@ -213,6 +213,7 @@ def test_a_card_where_no_rung_passes_is_given_up() -> None:
     assert not is_given_up(here)
 
 
+@pytest.mark.slow
 def test_an_unkillable_child_keeps_no_start_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that hangs in a driver."""
     monkeypatch.setattr(os, "killpg", lambda group, number: None)

@@ -158,6 +158,7 @@ class Narrow(Planted):
         return {}
 
 
+@pytest.mark.slow
 @DTYPES
 def test_wider_products_that_passed_the_check_change_no_bit(dtype: torch.dtype) -> None:
     ranker = random_ranker(random_config())

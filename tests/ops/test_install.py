@@ -91,6 +91,7 @@ def test_where_only_pypi_is_reached_torch_comes_from_there(venv: Path, only_pypi
     assert " + torch==2.13.0\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_build_that_only_pytorch_has_is_not_replaced(venv: Path, only_pypi: str) -> None:
     done = install(venv, "--dry-run", HTTPS_PROXY=only_pypi, TORCH_BACKEND="cpu")
     if "The package index cannot be reached" in done.stderr:

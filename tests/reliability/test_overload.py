@@ -116,6 +116,7 @@ def test_one_caller_cannot_keep_another_from_the_engine(waiting: Live) -> None:
         assert client.get("/readyz").status_code == 200
 
 
+@pytest.mark.slow
 def test_slow_senders_are_cut_off_and_others_are_served(server: Server) -> None:
     line = b"POST /rank HTTP/1.1\r\nhost: localhost\r\n"
     sent = {

@@ -89,6 +89,7 @@ HEADERS = ["cookie", "if_none_match", "content_type", "content_encoding", "accep
            "x_request_id", "x_request_timeout_ms", "x_corpus_at_least", "traceparent", "forwarded", "host", "expect"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
 def test_no_header_costs_much(ports: Ports, place: tuple[str, str]) -> None:
     port, line = place

@@ -122,6 +122,7 @@ def test_lines_come_in_order_and_whole_to_the_end_of_the_process() -> None:
     assert ended.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_stalled_reader_stops_nobody_and_drops_are_counted() -> None:
     code = """if True:
         import time
@@ -146,6 +147,7 @@ def test_a_stalled_reader_stops_nobody_and_drops_are_counted() -> None:
     assert MOST_SUCCESSES < MOST_WAITING, "there is room for what goes wrong"
 
 
+@pytest.mark.slow
 def test_lines_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> None:
     code = """if True:
         from tests.support.full_disk import full_disk

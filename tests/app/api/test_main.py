@@ -131,6 +131,7 @@ def described(tmp_path: Path, document: dict[str, Any]) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("openapi_python_client") is None, reason="needs openapi-python-client")
 def test_a_client_that_openapi_python_client_makes_ranks(
     described: Path, tmp_path: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch

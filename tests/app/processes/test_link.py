@@ -135,6 +135,7 @@ async def test_a_number_of_a_replaced_model_is_answered(tmp_path: Path) -> None:
             assert await link.call("corpus_state") is None
 
 
+@pytest.mark.slow
 async def test_a_replaced_model_ranks_until_requests_for_it_are_too_late(tmp_path: Path) -> None:
     """A row of a batch may wait so long after it was checked for this model."""
     made = [fake_model(FakeEngine(2), "v2"), fake_model(FakeEngine(1))]

@@ -188,6 +188,7 @@ def more(replies: Replies) -> None:
     wait_until(lambda: len(replies.of(200)) >= enough)
 
 
+@pytest.mark.slow
 def test_the_serving_checkpoint_ranks_after_many_corpus_loads(several: Server, admin_port: int) -> None:
     """And the other way round: a worker forgets what was replaced, never what serves."""
     url, headers = f"http://127.0.0.1:{admin_port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
@@ -507,6 +508,7 @@ def test_requests_of_one_key_leave_room_to_another(small: Server) -> None:
     assert greedy.statuses == {200, 429}
 
 
+@pytest.mark.slow
 def test_batches_of_one_key_leave_room_in_each_worker(small: Server) -> None:
     one = example(64)
     with busy_with(small, "/rank/batch", json.dumps({"requests": [one] * 4}).encode(), 40) as greedy:

@@ -395,6 +395,7 @@ def test_a_disk_that_hangs_costs_rankings_beyond_a_bound(tmp_path: Path, monkeyp
     assert len(rows) == figure(ranker, "ranker_served_rankings_total")
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, sync = threading.Event(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (opened.wait(30), sync(descriptor)))

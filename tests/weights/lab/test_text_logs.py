@@ -107,6 +107,7 @@ def test_two_texts_of_one_hash_are_refused(logs: Path, tmp_path: Path, is_cached
         read_log(tmp_path / "log.parquet", "text", cache=tmp_path / "cache" if is_cached else None)
 
 
+@pytest.mark.slow
 def test_training_on_texts_keeps_the_requested_score_weights(logs: Path, tmp_path: Path) -> None:
     settings = [w for one in ("epochs=0.3", "batch_contexts=8", "validation_requests=4") for w in ("--set", one)]
     args = ("--log", logs / "texts.jsonl", "--out", tmp_path / "out", "--score-weights", "x-2026-09", *settings)

@@ -182,6 +182,7 @@ def test_a_file_for_a_directory_is_refused_before_training(option: str, desk: Pa
     assert (code, "nothing can be written at" in said) == (2, True), said
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_there_is_a_sentence(desk: Path, tmp_path: Path) -> None:
     words = ("train", "--log", desk / "log.parquet", "--out", tmp_path / "out", "--state", tmp_path / "state")
     code, said = run(*words, "--resume")

@@ -382,6 +382,7 @@ def test_every_preset_trains_verifies_serves_and_isolates(
         assert "does not know this trunk's norm, " in engine["fallback"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     start = trained[0]
     arguments = ("train", "--log", log, "--out", tmp_path / "out", "--start", start)

@@ -480,6 +480,7 @@ def test_a_user_is_removed_from_the_joined_nights(loop: Loop) -> None:
     assert not [*loop.turns.rglob("*.forget")]
 
 
+@pytest.mark.slow
 def test_a_killed_turn_joins_again_without_a_forgotten_user(loop: Loop) -> None:
     loop.night(0)
     assert killed_at(loop.command(), "Training.")[0] == -signal.SIGKILL

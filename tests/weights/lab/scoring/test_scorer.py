@@ -95,6 +95,7 @@ def test_a_request_continues_the_context_of_its_users_last_one(table: Any) -> No
     assert stats.prefixes + stats.hits > 0.75 * prepared.is_kept.sum()
 
 
+@pytest.mark.slow
 def test_the_cache_holds_a_few_forwards_or_nothing_if_off(table: Any) -> None:
     config = load_checkpoint(DEMO).manifest.config
     few_forwards = 4 * 300 * 2 * 4 * config.layers * config.kv_heads * config.head_width

@@ -54,6 +54,7 @@ def states(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.glob("**/state.pt")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directory", SEVERAL)
 def test_a_command_resumes_whatever_was_kept_before_it(directory: str, made: Plan, task: Task, tmp_path: Path) -> None:
     """It finished its first run, and then refused what another command had kept for the second."""
@@ -67,6 +68,7 @@ def test_a_command_resumes_whatever_was_kept_before_it(directory: str, made: Pla
     assert resumed.record == keep_best(replace(another, state=None), made, *several).record
 
 
+@pytest.mark.slow
 def test_no_command_removes_the_state_of_one_that_runs(made: Plan, task: Task, tmp_path: Path) -> None:
     keep_best(task, made)
     (tmp_path / "state/seed-old").mkdir()

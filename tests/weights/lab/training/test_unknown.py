@@ -100,6 +100,7 @@ def train(log: Log, directory: Path, *options: object) -> Result:
     return call("train", *words, *(word for setting in settings for word in ("--set", setting)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["never known", "known of the newest", "known of rows that count nothing"])
 @pytest.mark.parametrize("given", [(), ("--score-weights", "default"), ("--search", 2)], ids=["", "set", "search"])
 def test_no_score_weighs_a_head_that_nothing_taught(
@@ -142,6 +143,7 @@ def test_a_weight_for_an_untaught_action_is_refused(world: World, tmp_path: Path
     assert made.exit_code == 0, made.output
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_heads_taught_before(world: World, tmp_path: Path) -> None:
     """A head that the first log taught is kept; one that it did not is learned as soon as a log knows the action."""
     (tmp_path / "on").mkdir()
@@ -162,6 +164,7 @@ def test_training_goes_on_with_heads_taught_before(world: World, tmp_path: Path)
         assert bool((before == now).all()) == (first is world.log)
 
 
+@pytest.mark.slow
 def test_weights_of_an_untaught_start_are_left_out(world: World, tmp_path: Path) -> None:
     log = untaught(world.log, "never known")
     assert train(log, tmp_path).exit_code == 0
