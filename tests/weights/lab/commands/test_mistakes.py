@@ -22,6 +22,8 @@ pytest.importorskip("duckdb")
 import pyarrow.csv  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
+from loadtest.machine import ROOT  # noqa: E402
+from loadtest.server import wait_until  # noqa: E402
 from tests.support.full_disk import full_disk  # noqa: E402
 from tests.support.random_models import random_model, retrieval_config  # noqa: E402
 from tests.weights.call import call, run  # noqa: E402
@@ -288,16 +290,18 @@ def short_run(desk: Path, *options: object) -> tuple[object, ...]:
 def test_a_state_that_the_disk_cannot_hold_is_as_before(desk: Path, tmp_path: Path) -> None:
     """torch raises a RuntimeError about positions in a file, whatever the system said."""
     state = tmp_path / "state/state.pt"
-    words = short_run(desk, "--out", tmp_path / "out", "--state", state.parent)
-    code, said = run(*words, "--set", "seed=2")
-    assert code == 0, said
-    before = state.read_bytes()
+    words = [*short_run(desk, "--out", tmp_path / "out", "--state", state.parent), "--set", "epochs=3"]
+    with subprocess.Popen([sys.executable, "-m", "weights", *map(str, words)], cwd=ROOT) as process:
+        wait_until(state.exists, 60)
+        process.kill()
+    before, files = state.read_bytes(), {path.name for path in state.parent.iterdir()}
     for size in (64, 40_000):
         with full_disk(size):
-            result = call(*words, "--replace")
+            result = call(*words, "--resume")
         assert (result.exit_code, result.stderr) == (1, f"{state}: File too large; the file is as before\n")
         assert state.read_bytes() == before
-        assert sorted(path.name for path in state.parent.iterdir()) == ["state.pt", "training.jsonl"]
+        assert {path.name for path in state.parent.iterdir()} <= files
+    assert call(*words, "--resume").exit_code == 0
 
 
 @pytest.mark.parametrize(("command", "named"), [("world", "out/log.parquet"), ("score", "out/.split")])
