@@ -43,14 +43,14 @@ Paths = tuple[Path, Path | None, Path | None]
 class Kept(msgspec.Struct, frozen=True):
     """What an engine process leaves to the one that takes its place.
 
-    `paths`: what is read again. `directories`: where these paths led when they were loaded. `left`: by what a reload has named (see
+    `paths`: what is read again. `directories`: where these paths led when they were loaded. `passed_by`: by what a reload has named (see
     RELOADED), hashes of the manifests that were then where the settings name them. Once others are there, the watch follows the settings
     again.
     """
 
     paths: Paths
     directories: list[Path | None]
-    left: dict[str, list[str | None]]
+    passed_by: dict[str, list[str | None]]
 
 
 KEPT = msgspec.json.Decoder(Kept, dec_hook=lambda kind, value: kind(value))
@@ -85,7 +85,7 @@ class Reloader:
         self._serve = serve
         self.first_checkpoint, self.first_retrieval = self.checkpoint, self.retrieval
         """What the settings name. Of all checkpoints, only this one may lie outside the root."""
-        self._left: dict[str, list[str | None]] = {}  # as in `Kept`
+        self._passed_by: dict[str, list[str | None]] = {}  # as in `Kept`
         self._begins_with: Paths = (self.checkpoint, *self.retrieval)  # read by the first load
         self._directories = [*self._begins_with]  # as in `Kept`
         self._paths_file: Path | None = None  # for the `Kept` of this process
@@ -113,7 +113,7 @@ class Reloader:
             log.error("reload_not_kept", reason=f"{checkpoint} leads out of the root of reloads")
             return
         self.checkpoint, self.retrieval = kept.paths[0], kept.paths[1:]
-        self._left = kept.left
+        self._passed_by = kept.passed_by
         self._begins_with = checkpoint, retrieval[0], retrieval[1]
 
     def begin(self) -> Paths:
@@ -125,7 +125,7 @@ class Reloader:
         """Leave what serves to an engine process that takes the place of this one, if there will be one."""
         if self._paths_file is None:
             return
-        kept = Kept((self.checkpoint, *self.retrieval), self._directories, self._left)
+        kept = Kept((self.checkpoint, *self.retrieval), self._directories, self._passed_by)
         partial = self._paths_file.with_suffix(".partial")
         try:
             partial.write_bytes(msgspec.json.encode(kept, enc_hook=str))
@@ -143,12 +143,12 @@ class Reloader:
         """
         path = self.checkpoint if name is None else self._resolve(name)
         async with self._recorded("checkpoint", self._model_identity, checkpoint=str(path)) as record:
-            directory, left = _directory(path), _manifests([self.first_checkpoint])
+            directory, passed_by = _directory(path), _manifests([self.first_checkpoint])
             model = await self._serve(path if path == self.first_checkpoint else self._target(path))
             record.log_fields |= {"version": model.manifest.version, "digest": model.manifest.digest}
         self.checkpoint, self._directories[0] = path, directory
         if name is not None:
-            self._left["checkpoint"] = left
+            self._passed_by["checkpoint"] = passed_by
         self.keep()
         return model, record.is_changed
 
@@ -167,12 +167,12 @@ class Reloader:
         paths = {"retrieval": str(checkpoint_path), "corpus": str(corpus_path)}
         async with self._recorded("corpus", self._corpus_identity, **paths) as record:
             directories = [_directory(checkpoint_path), _directory(corpus_path)]
-            left = _manifests(self.first_retrieval)
+            passed_by = _manifests(self.first_retrieval)
             served = await self._corpus.swap(checkpoint_path, corpus_path)
             record.log_fields |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
         self.retrieval, self._directories[1:] = (checkpoint_path, corpus_path), directories
         if checkpoint is not None or corpus is not None:
-            self._left["corpus"] = left
+            self._passed_by["corpus"] = passed_by
         self.keep()
         return served, record.is_changed
 
@@ -290,7 +290,7 @@ class Reloader:
     async def _has_others(self, of: str, paths: Sequence[Path | None]) -> bool:
         """Whether other manifests are at these paths, which the settings name, than at the last reload by name."""
         manifests = await asyncio.to_thread(_manifests, paths)
-        return None not in manifests and manifests != self._left.get(of)
+        return None not in manifests and manifests != self._passed_by.get(of)
 
     async def _follow(self) -> bool:
         """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""

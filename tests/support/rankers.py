@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from app.corpus.loading import CorpusLoader, corpus_loader
@@ -38,10 +39,17 @@ def create(
 
 @asynccontextmanager
 async def running(
-    engine: Any = None, clock: Callable[[], float] = time.monotonic, *, load: Loader | None = None, **groups: Any
+    engine: Any = None,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    load: Loader | None = None,
+    resume: Path | None = None,
+    **groups: Any,
 ) -> AsyncIterator[LocalService]:
-    """The same when it is ready; it is stopped at the end."""
+    """The same when it is ready; it is stopped at the end. `resume`: it begins with what another one has left in this file."""
     ranker = create(engine, clock, load=load, **groups)
+    if resume is not None:
+        ranker.reloads.resume(resume)
     ranker.start()
     try:
         await ranker.wait_ready()

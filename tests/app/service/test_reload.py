@@ -9,8 +9,8 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -631,22 +631,9 @@ async def test_a_signal_while_a_load_was_given_up_reads_again_after_it(tmp_path:
 # the process that takes the place of an engine process
 
 
-@asynccontextmanager
-async def engine_process(file: Path, **options: Any) -> AsyncIterator[LocalService]:
-    """A ranker that begins with what the one before it has left in this file."""
-    ranker = create(**options)
-    ranker.reloads.resume(file)
-    ranker.start()
-    try:
-        await ranker.wait_ready()
-        yield ranker
-    finally:
-        await ranker.stop(1.0)
-
-
 async def test_the_next_process_begins_with_what_served(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    process = partial(running, resume=tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
     async with process() as ranker:
         place.point("v2")
         await ranker.reloads.reload("v2")
@@ -664,7 +651,7 @@ async def test_the_next_process_begins_with_what_served_if_it_exists(tmp_path: P
     place.point("v1")
     for target in (tmp_path / "gone", DEMO):  # the second lies outside the root
         other.symlink_to(tmp_path / "v2")
-        process = partial(engine_process, tmp_path / f"{target.name}.json", load=place.load, checkpoint=place.path)
+        process = partial(running, resume=tmp_path / f"{target.name}.json", load=place.load, checkpoint=place.path)
         async with process() as ranker:
             await ranker.reloads.reload("other")
         other.unlink()
@@ -683,7 +670,7 @@ async def test_the_next_process_begins_with_what_served_if_it_exists(tmp_path: P
 async def test_the_next_process_does_not_begin_with_what_was_refused(tmp_path: Path) -> None:
     """Also where nothing else was loaded before. It says again that it is refused, and follows the link on."""
     place = Place(tmp_path)
-    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    process = partial(running, resume=tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
     async with process() as ranker:
         place.point("refused")
         with pytest.raises(CheckpointError):
@@ -703,7 +690,7 @@ async def test_the_next_process_does_not_begin_with_refused_posts(tmp_path: Path
     (tmp_path / "posts").symlink_to(corpus)
     retrieval = Retrieval(checkpoint=checkpoint, corpus=tmp_path / "posts")
     groups: dict[str, Any] = {"checkpoint": Place(tmp_path).path, "retrieval": retrieval, "admin": ADMIN}
-    process = partial(engine_process, tmp_path / "loaded.json", **groups)
+    process = partial(running, resume=tmp_path / "loaded.json", **groups)
     async with process() as ranker:
         await ranker.corpus.change(change([1], []))
         (tmp_path / "fresh").symlink_to(other)
@@ -720,7 +707,7 @@ async def test_the_next_process_does_not_begin_with_refused_posts(tmp_path: Path
 
 async def test_the_next_process_leaves_a_rollback_and_follows_the_link(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    process = partial(running, resume=tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
     place.point("v2")
     async with process() as ranker:
         await ranker.reloads.reload("v1")
@@ -736,7 +723,7 @@ async def test_the_next_process_leaves_a_rollback_and_follows_the_link(tmp_path:
 
 async def test_nothing_older_comes_back_if_what_served_was_not_saved(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    process = partial(engine_process, tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
+    process = partial(running, resume=tmp_path / "loaded.json", load=place.load, checkpoint=place.path)
     for name in ("v2", "v3", "v1"):
         place.point(name)
     async with process() as ranker:
