@@ -15,8 +15,8 @@ def main() -> int:
 
     In HTTP/1.0, which needs no `Host`: RANKER_HOSTS may allow names that this does not know.
     """
-    hosts = [host.strip("[] ") for host in os.environ.get("RANKER_HOST", "127.0.0.1").split(",")]
-    port = int(os.environ.get("RANKER_PORT", "8000"))
+    hosts = [host.strip("[] ") for host in (os.environ.get("RANKER_HOST") or "127.0.0.1").split(",")]
+    port = int(os.environ.get("RANKER_PORT") or "8000")
     for address in (address for host in hosts for address in LOOPBACK.get(host, (host,))):
         try:
             with socket.create_connection((address, port), SECONDS) as connection:

@@ -39,7 +39,7 @@ from weights.format.manifest import Manifest
 RETRIEVE, RECOMMEND = Decoder(RetrieveRequest), Decoder(RecommendRequest)
 AT_LEAST_HEADER, VERSION_HEADER = "X-Corpus-At-Least", "X-Corpus-Version"
 HEADERS = {
-    AT_LEAST_HEADER: "A change that the corpus must already have, by its sequence or its position in the feed; otherwise 503."
+    AT_LEAST_HEADER: "A change that the corpus must have, by its sequence or position in the feed. 503 if it lacks it for half a second."
 }
 HEADERS_OUT = {VERSION_HEADER: "The corpus that was searched, and its last change."}
 NO_CORPUS = PROBLEMS | schema.problems_of(NoCorpus, NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
@@ -64,7 +64,9 @@ async def retrieve(caller: Caller) -> Response:
         retrieve_request = schema.read(RETRIEVE, caller.body, limits, vocabulary.index)
         k, history = _k(retrieve_request, limits), retrieve_request.sizes()["history"]
         caller.note(retrieve_request.request_id, config, candidates=k, history=history)
-        query = _query(retrieve_request, k, _at_least(caller), vocabulary, config)
+        query, at_least = _query(retrieve_request, k, vocabulary, config), _at_least(caller)
+    if at_least:
+        await corpus.reach(served, at_least, caller.deadline)
     search = SearchRequest(query, caller.deadline, caller.key, caller.leaves_at)
     search_result = await corpus.search(served, search)
     _count(caller, search_result)
@@ -92,6 +94,8 @@ async def recommend(caller: Caller) -> Response:
         recommend_request = schema.read(RECOMMEND, caller.body, limits, vocabulary.index)
     k, history = _k(recommend_request, limits), recommend_request.sizes()["history"]
     caller.note(recommend_request.request_id, model.manifest.config, candidates=k, history=history)
+    if at_least := _at_least(caller):  # before it has a place, which others could use while it waits
+        await ranker.corpus.reach(served, at_least, caller.deadline)
     # Before the search: a request that the ranker would refuse costs none, and one that is admitted ends even in a drain.
     with ranker.admit(model, caller.place_request(candidates=k, history=history)) as job:
         with exchange.measured("parse"):
@@ -110,7 +114,7 @@ def _check(
 ) -> tuple[Query, CheckedRequest]:
     """Check a request for `k` posts against both checkpoints. What is to be ranked has no candidates yet. Raises InvalidRequest."""
     ranker, towers, vocabulary = model.manifest, served.manifest, model.vocabulary
-    query = _query(request, k, _at_least(caller), served.vocabulary, towers.config)
+    query = _query(request, k, served.vocabulary, towers.config)
     context: Context | str = query.handle
     if not query.handle:
         context = (
@@ -187,7 +191,7 @@ def _k(request: RetrieveRequest, limits: Limits) -> int:
     return k
 
 
-def _query(request: RetrieveRequest, k: int, at_least: str, vocabulary: Vocabulary, config: ModelConfig) -> Query:
+def _query(request: RetrieveRequest, k: int, vocabulary: Vocabulary, config: ModelConfig) -> Query:
     """What a search for `k` posts is asked. Raises InvalidRequest, also for a user of whom nothing is known: every post would score 0."""
     context = features.context_of(request, vocabulary, config)
     handle = "" if request.context is UNSET else request.context
@@ -205,7 +209,6 @@ def _query(request: RetrieveRequest, k: int, at_least: str, vocabulary: Vocabula
         k,
         Filters(excluded, topics, first, last),
         -np.inf if request.min_score is UNSET else request.min_score,
-        at_least,
         handle,
         excludes_history=request.exclude_history and bool(handle),
     )

@@ -34,6 +34,8 @@ MOST_CHANGES = 4  # that wait or are being made; one is made at a time
 AGAIN_SECONDS, MOST_AGAIN_SECONDS = 1.0, 60.0
 """Pause before a corpus whose engine lacks a change is read again; doubled each time, up to the second."""
 LOADING_SECONDS = 2.0  # after which it is worth asking again
+BEHIND_SECONDS, MOST_BEHIND = 0.5, 256
+"""How long a request waits for a change that the corpus has not had yet, and how many do so at once; the others are refused."""
 
 log = structlog.get_logger("app.corpus.searches")
 
@@ -69,10 +71,13 @@ class Searches:
         """The mark after the last change whose number is a multiple of `MILESTONE`."""
         self._load = load
         self._paths = settings.retrieval.checkpoint, settings.retrieval.corpus
+        self._clock = clock
         self._handles = handles
         self._is_loading = False
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
         self._changes: set[asyncio.Task[Any]] = set()  # under way
+        self._news = asyncio.Event()  # set, and replaced, when a change was made or another corpus serves
+        self._behind_requests = 0  # requests that wait for a change
         self._held: LoadedCorpus | None = None  # what served last: it has the directory, even if its engine is lost
         self._behind: LoadedCorpus | None = None  # its engine lacks a change that is on the disk
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -150,6 +155,7 @@ class Searches:
                 self._held, self._paths = scheduler.loaded, (checkpoint, corpus)
                 if before is not None:
                     before.changes.close()
+                self._tell()
                 if self.feed is not None:
                     self.feed.serves(self.mark)
         finally:
@@ -244,9 +250,15 @@ class Searches:
                 log.error("change_not_made", exc_info=error)
                 self._begin(self._read_again(loaded))
                 raise EngineDown("The change is on disk but not served yet.", retry_after_seconds=5.0) from error
+        self._tell()
         if not change.mark.sequence % MILESTONE:
             self.milestone = change.mark
         return state
+
+    def _tell(self) -> None:
+        """Wake the requests that wait for a change."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _read_again(self, behind: LoadedCorpus) -> None:
         """Load a corpus again whose engine lacks a change that is on the disk."""
@@ -263,13 +275,36 @@ class Searches:
 
     # searches
 
-    async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
-        """See `interface.CorpusService.search`."""
-        query, scheduler = request.query, self.versions.schedulers.get(served)
+    async def reach(self, served: ServedCorpus, at_least: str, deadline: float) -> None:
+        """See `interface.CorpusService.reach`."""
+        if self._has_reached(served, at_least):
+            return
+        if self._behind_requests < MOST_BEHIND:
+            self._behind_requests += 1
+            try:
+                async with asyncio.timeout(min(BEHIND_SECONDS, deadline - self._clock())):
+                    while not self._has_reached(served, at_least):
+                        await self._news.wait()
+                    return
+            except TimeoutError:
+                pass
+            finally:
+                self._behind_requests -= 1
+        raise CorpusBehind(retry_after_seconds=1.0)
+
+    def _has_reached(self, served: ServedCorpus, at_least: str) -> bool:
+        mark: Mark = self._scheduler_of(served).loaded.engine.mark
+        return mark.reaches(at_least)
+
+    def _scheduler_of(self, served: ServedCorpus) -> Scheduler[SearchJob]:
+        scheduler = self.versions.schedulers.get(served)
         if scheduler is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
-        if query.at_least and not scheduler.loaded.engine.mark.reaches(query.at_least):
-            raise CorpusBehind(retry_after_seconds=1.0)
+        return scheduler
+
+    async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
+        """See `interface.CorpusService.search`."""
+        query, scheduler = request.query, self._scheduler_of(served)
         if query.handle:
             query = self._handles.query(query, served.manifest, request.key, is_counted=not request.has_place)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()

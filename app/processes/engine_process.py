@@ -101,6 +101,7 @@ class EngineProcess:
             "context": lambda model, handle, key: ranker.context(self._served(model), handle, key, float("inf")),
             "attention": lambda model, *rest: ranker.attention(self._served(model), *rest),
             "corpus_state": ranker.corpus.state,
+            "reach": lambda corpus, *rest: ranker.corpus.reach(self._served(corpus), *rest),
             "change": ranker.corpus.change,
         }
         ranker.on_fatal = self._fatal

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from tests.support.fakes import FakeEngine, Gate, fake_loader
 from tests.support.rankers import figure
 
 NOW = corpora.NOW
-BOTH = pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+PATHS = ("/retrieve", "/recommend")
+BOTH = pytest.mark.parametrize("path", PATHS)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +63,12 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
 
 
 def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
-    """A header names the change; both endpoints refuse until the corpus has had it, and say which it has had."""
+    """A header names the change; both endpoints wait a moment for it, refuse then, and say which the corpus has had."""
     with served(retrieval=corpora.setting(tmp_path), admin={"port": 0, "token_sha256": "9f" * 32}) as (
         client,
         _,
     ):
-        for path in ("/retrieve", "/recommend"):
+        for path in PATHS:
             refused = client.post(path, json=asked(), headers={"x-corpus-at-least": "1-2-3"})
             assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "X-Corpus-At-Least")
             behind = client.post(path, json=asked(), headers={"x-corpus-at-least": "1"})
@@ -74,8 +77,13 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
             assert client.post(path, json=asked(), headers={"x-corpus-at-least": "0"}).status_code == 200
         rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), ["chess"])
         assert client.portal is not None
-        changed = client.portal.call(client.app.state.ranker.corpus.change, PostChange(np.array([5], np.uint64), rows))
-        for path in ("/retrieve", "/recommend"):
+        change = client.app.state.ranker.corpus.change
+        with ThreadPoolExecutor() as pool:
+            own = [pool.submit(client.post, path, json=asked(), headers={"x-corpus-at-least": "1"}) for path in PATHS]
+            time.sleep(0.05)  # both wait by now
+            changed = client.portal.call(change, PostChange(np.array([5], np.uint64), rows))
+            assert [each.result().status_code for each in own] == [200, 200]
+        for path in PATHS:
             reply = client.post(path, json=asked(), headers={"x-corpus-at-least": "1"})
             assert reply.status_code == 200
             told = {"name": "posts", "version": "v1", "posts": 299, "changes": 1, "sequence": 1}
@@ -305,7 +313,7 @@ def test_a_search_that_hangs_ends_readiness_then_the_process(tmp_path: Path) -> 
         assert ready.status_code == 503
         assert "A search has not finished for" in ready.text
         assert client.get("/livez").status_code == 200
-        for path in ("/retrieve", "/recommend"):
+        for path in PATHS:
             assert client.post(path, json=asked()).json()["code"] == "engine_down"
         until(lambda: bool(fatal), 10)
         assert fatal[0].startswith("A search has not finished for")

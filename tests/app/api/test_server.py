@@ -411,6 +411,13 @@ def test_the_images_health_check_asks_where_the_service_listens(host: str) -> No
     assert check(live.port) == 1
 
 
+def test_the_health_check_takes_an_empty_setting_for_none() -> None:
+    environment = {"RANKER_HOST": "", "RANKER_PORT": ""}  # as compose sets what it does not know
+    command = (sys.executable, "-m", "app.healthcheck")
+    done = subprocess.run(command, env=environment, timeout=30, check=False, capture_output=True)
+    assert (done.returncode in (0, 1), done.stderr) == (True, b""), "something else may listen on port 8000"
+
+
 def test_a_host_that_cannot_be_bound_leaves_nothing_open() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken, pytest.raises(OSError, match="in use"):
         server.bind("127.0.0.1", taken.getsockname()[1])

@@ -27,7 +27,7 @@ from app.settings import SettingsProblem
 from app.telemetry.metrics import Metrics
 from loadtest.machine import ROOT
 from model.retrieval.inputs import Mark
-from tests.app.corpus.serving import change, found, ids_of, posts_of, query, running, settings_of
+from tests.app.corpus.serving import FAR, change, found, ids_of, posts_of, query, running, settings_of
 from tests.support.rankers import until
 from tests.support.redis import RedisServer
 from weights.errors import NotStored, StorageFull
@@ -419,13 +419,29 @@ async def test_a_caller_sees_its_own_write_or_is_told(tmp_path: Path, redis: Red
         await at(searches, last)
         beyond = f"{int(time.time() * 1000) + 60_000}-0"
         for wanted, is_there in (("0", True), ("1", True), ("2", False), (last, True), (beyond, False)):
-            asked = query(at_least=wanted)
             if is_there:
-                assert 900 in (await found(searches, asked)).posts.post_ids
+                await searches.reach(searches.served, wanted, FAR)
+                assert 900 in (await found(searches, query())).posts.post_ids
             else:
                 with pytest.raises(CorpusBehind) as raised:
-                    await found(searches, asked)
+                    await searches.reach(searches.served, wanted, FAR)
                 assert raised.value.retry_after_seconds == 1.0
+
+
+@needs_redis
+async def test_a_caller_waits_a_moment_for_its_own_write(tmp_path: Path, redis: RedisServer) -> None:
+    async with running(settings_of(tmp_path, feed=redis.address())) as searches:
+        waiting = [asyncio.ensure_future(searches.reach(searches.served, "1", FAR)) for _ in range(300)]
+        await asyncio.sleep(0.02)
+        refused = [each for each in waiting if each.done()]
+        assert len(refused) == 300 - 256, "so many wait at once"
+        assert all(isinstance(each.exception(), CorpusBehind) for each in refused)
+        write(redis, upsert(900))
+        await asyncio.gather(*(each for each in waiting if each not in refused))
+        begun = time.monotonic()
+        with pytest.raises(CorpusBehind):
+            await searches.reach(searches.served, "2", time.monotonic() + 0.1)
+        assert time.monotonic() - begun < 0.4, "not beyond its deadline"
 
 
 # the reader, with a stream and a corpus of the test's

@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -200,6 +201,26 @@ def test_the_serving_checkpoint_ranks_after_many_corpus_loads(several: Server, a
         for _ in range(8):  # connections come to either worker
             assert several.post("/rank", example()).status_code == 200
             assert several.post("/retrieve", search).status_code == 200
+
+
+def test_a_worker_waits_a_moment_for_a_change_of_posts(several: Server, admin_port: int) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    search = {name: value for name, value in example().items() if name != "candidates"} | {"k": 9}
+    url, body = f"http://127.0.0.1:{admin_port}/admin/posts", {"delete": ["1"]}
+
+    def read_before_written() -> list[int]:
+        """The statuses of both endpoints, asked for a change just before it is made."""
+        sequence = several.get("/info").json()["retrieval"]["corpus"]["sequence"] + 1
+        with ThreadPoolExecutor() as pool:
+            own = [
+                pool.submit(several.post, path, search, x_corpus_at_least=str(sequence))
+                for path in ("/retrieve", "/recommend")
+            ]
+            time.sleep(0.1)  # both wait by now
+            assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+            return [each.result().status_code for each in own]
+
+    assert any(read_before_written() == [200, 200] for _ in range(5)), "on a busy machine a change may take longer"
 
 
 def test_a_killed_worker_is_restarted_while_the_others_serve(several: Server) -> None:
