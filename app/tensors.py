@@ -220,12 +220,10 @@ def _chosen_outputs(outputs: Sequence[WantedOutput], possible: Sequence[str], *,
     return chosen or dict.fromkeys(possible, is_binary)
 
 
-def check(
-    request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, endpoint: str, name: str = ""
-) -> CheckedRequest:
+def check(request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, name: str = "") -> CheckedRequest:
     """Check a request against the checkpoint with this vocabulary and configuration. Raises InvalidRequest.
 
-    `endpoint`: the route that it came by. `name`: what the ranking is called where the request has no id.
+    `name`: what the ranking is called where the request has no id.
     """
     parameters, reader = request.parameters, _Reader(request, vocabulary)
     count, posts = request.candidates, reader.array("candidates.post_id", request.candidates)
@@ -246,7 +244,6 @@ def check(
         created_at,
         parameters.impression_ts,
         options,
-        endpoint,
     )
 
 

@@ -173,8 +173,7 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
     place_request = caller.place_request(**sizes)
     with state.ranker.admit(model, place_request) as job:
         with exchange.measured("parse"):
-            endpoint, name = f"/v2{MODEL}/infer", exchange.request_id
-            checked = tensors.check(tensor_request, model.vocabulary, model.manifest.config, endpoint, name)
+            checked = tensors.check(tensor_request, model.vocabulary, model.manifest.config, exchange.request_id)
         ranked = await state.ranker.rank(job, checked.context, checked.candidates)
     timings = note_timings(exchange, exchange.stages["parse"], ranked)
     with exchange.measured("serialize"):

@@ -226,7 +226,6 @@ class BatchCall:
         self._take(place_request.candidates)
         job = await self._in_flight.enter(places, ranker.model, place_request)
         checked = _check(caller.exchange, job.model, rank_request)  # another model may serve by now
-        checked.endpoint = "/rank/batch"
         checked.options.name = checked.options.request_id = name
         return Row(checked, job, place_request, caller.exchange.stages["parse"] - before)
 

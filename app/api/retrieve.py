@@ -125,7 +125,6 @@ def _check(
         NO_CANDIDATES.surfaces,
         request.impression_ts,
         options,
-        endpoint="/recommend",
     )
 
 
