@@ -216,8 +216,8 @@ def headers_of(model: ServedModel, ranked: Ranked, exchange: Exchange) -> dict[s
 
 
 def headers(version: str, cache: str, exchange: Exchange, handle: str = "") -> dict[str, str]:
-    """Return headers that name the version, whether the context was cached (`hit`, `miss`), and where the time went; `handle` names the
-    context. Version and cache are noted for the log."""
+    """Return headers that name the version, how much of the context was cached (`hit`, `prefix`, `miss`), and where the time went;
+    `handle` names the context. Version and cache are noted for the log."""
     exchange.version, exchange.cache = version, cache
     fields = {
         "X-Model-Version": version,
