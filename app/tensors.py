@@ -26,6 +26,7 @@ from app.features import NO_MASK, NO_SURFACE, CheckedRequest, ReplyOptions, bits
 from app.interface import Ranked
 from app.replies import Placement, names_of, rows_of
 from app.schema import NO_USER, TWO_USERS, InferParameters, InferRequest, InputTensor, WantedOutput
+from app.settings import Limits
 from app.vocabulary import Vocabulary
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
@@ -148,7 +149,7 @@ class TensorRequest:
         return None if self.parameters.timeout is None else self.parameters.timeout / 1e6
 
 
-def read(body: bytes, length: str | None, limits: schema.RequestLimits) -> TensorRequest:
+def read(body: bytes, length: str | None, limits: Limits) -> TensorRequest:
     """Decode and check what holds for every checkpoint. `length`: the value of `LENGTH_HEADER`, where the caller sent it.
 
     Raises MalformedJson, TooLarge or InvalidRequest.

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from msgspec.json import Decoder
 from app import schema, tensors
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.features import CheckedRequest, check, context_of
+from app.settings import Limits
 from app.vocabulary import Vocabulary
 from loadtest.generate.tensors import Inference, inference_of, masked
 from tests.support import strategies
@@ -31,12 +31,12 @@ from weights.text_ids import text_id
 MANIFEST = fake_model(FakeEngine()).checkpoint.manifest
 TEXTS = fake_model(FakeEngine(), ids="text").checkpoint.manifest
 WORDS = Vocabulary.of(MANIFEST)
-LIMITS = SimpleNamespace(max_values=30_000, max_candidates=4096, max_history=2048, max_excluded=10)
+LIMITS = Limits()
 RANK = Decoder(schema.RankRequest)
 ASKED = inference_of(GOOD, ACTIONS)
 
 
-def read(asked: Inference, *, binary: bool = True, limits: schema.RequestLimits = LIMITS) -> CheckedRequest:
+def read(asked: Inference, *, binary: bool = True, limits: Limits = LIMITS) -> CheckedRequest:
     body, headers = asked.body(binary=binary)
     given = tensors.read(body, next(iter(headers.values()), None), limits)
     return tensors.check(given, WORDS, CONFIG)
@@ -195,7 +195,7 @@ def test_no_candidates_is_no_request() -> None:
 def test_shapes_say_how_long_a_request_is() -> None:
     for limit in ("max_candidates", "max_history"):
         with pytest.raises(TooLarge):
-            read(ASKED, limits=SimpleNamespace(**vars(LIMITS) | {limit: 2}))
+            read(ASKED, limits=Limits(**{limit: 2}))
 
 
 @pytest.mark.parametrize("shape", [[2**62, 0], [2**63 - 1, 1]])
