@@ -81,7 +81,7 @@ Body = Annotated[bytes, Depends(read_operator)]
 @router.post("/admin/reload", response_class=Response)
 async def reload(request: Request, body: Body) -> Response:
     """Serve another checkpoint, or read the current one again. Or do so for the retrieval checkpoint and the corpus, both in one step."""
-    ranker = cast(ReloadableService, state_of(request).ranker)  # `create_admin_app` is given one
+    ranker = _ranker_of(request)
     reload_request = schema.decode(RELOAD, body or b"{}")
     names = [
         None if name is UNSET else name
@@ -110,13 +110,17 @@ async def reload(request: Request, body: Body) -> Response:
 async def posts(request: Request, body: Body) -> Response:
     """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic", "codes"}], "delete": [ids]}`. When the
     reply is sent, the change is on disk, and every search that begins after that sees it."""
-    corpus = state_of(request).ranker.corpus
+    corpus = _ranker_of(request).corpus
     change = read_change(body, corpus.served.corpus.ids)
     with _problems():
         state = await corpus.change(change)
     now = {"posts": state.posts, "changes": state.changes, "sequence": state.mark.sequence}
     corpus_reply = {"name": state.corpus.name, "version": state.corpus.version} | now
     return json_reply({"corpus": corpus_reply, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
+
+
+def _ranker_of(request: Request) -> ReloadableService:
+    return cast(ReloadableService, state_of(request).ranker)  # `create_admin_app` is given one
 
 
 @contextmanager

@@ -101,7 +101,6 @@ class EngineProcess:
             "context": lambda model, handle, key: ranker.context(self._served(model), handle, key, float("inf")),
             "attention": lambda model, *rest: ranker.attention(self._served(model), *rest),
             "corpus_state": ranker.corpus.state,
-            "change": ranker.corpus.change,
         }
         ranker.on_fatal = self._fatal
 

@@ -21,7 +21,6 @@ from app.interface import CorpusState, Health, PlaceRequest, SearchRequest, Serv
 from app.queue.forecast import Outlook
 from model.engine import EngineInfo
 from model.inputs import Candidates, Context
-from model.retrieval.inputs import PostChange
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
@@ -152,7 +151,6 @@ METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the argume
     "context": ((int, str, str | None), Context),  # number of the model, handle, key
     "attention": ((int, Context, Candidates, float), NDArray[np.float32]),  # number, context, candidates, deadline
     "corpus_state": ((), CorpusState | None),
-    "change": ((PostChange,), CorpusState),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -31,9 +32,7 @@ def create(
     """A ranker that has not begun to load this engine, by default a `FakeEngine`. `groups` are of its settings; with `retrieval` it loads
     that corpus."""
     settings = Settings(**groups)
-    if load_corpus is None and settings.retrieval.corpus is not None:
-        load_corpus = corpus_loader(settings)
-    load = load or fake_loader(engine or FakeEngine())
+    load, load_corpus = load or fake_loader(engine or FakeEngine()), load_corpus or corpus_loader(settings)
     return LocalService(settings, Metrics(), load=load, load_corpus=load_corpus, clock=clock)
 
 
@@ -91,7 +90,7 @@ async def rank(
     candidates: int = 4,
     history: int = 2,
     *,
-    deadline: float | None = None,
+    deadline: float = math.inf,
     key: str | None = None,
 ) -> Ranked:
     """`fake_request(user)` through admission and the engine."""
