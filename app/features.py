@@ -77,9 +77,8 @@ class CheckedRequest:
     impression_ts: int
     options: ReplyOptions
 
-    @property
     def warnings(self) -> list[str]:
-        """What the reply warns of."""
+        """Return what the reply warns of. The log may be told as well: see `Vocabulary.warning_of_zeros`."""
         weights = self.options.weights
         return [] if weights.any() else [self.vocabulary.warning_of_zeros(weights)]
 

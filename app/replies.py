@@ -124,7 +124,7 @@ def head_of(names: Sequence[str], **before: Any) -> bytes:
 def tail_of(ranked: Ranked, checked: CheckedRequest, timings_ms: Mapping[str, float], **before: Any) -> bytes:
     """Return the end of a reply, from the comma behind its candidates. The fields in `before` come first."""
     end = {**before, **_end_of(ranked, checked.options.request_id, timings_ms)}
-    if warnings := checked.warnings:
+    if warnings := checked.warnings():
         end["warnings"] = warnings
     return b"," + orjson.dumps(end)[1:]
 

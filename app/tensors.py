@@ -448,7 +448,7 @@ def render(
     }
     if ranked.handle:
         parameters["context"] = ranked.handle
-    if warnings := checked.warnings:
+    if warnings := checked.warnings():
         parameters["warnings"] = " ".join(warnings)
     head = {
         "model_name": vocabulary.model["name"],
