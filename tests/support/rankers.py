@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -90,11 +89,13 @@ async def rank(
     candidates: int = 4,
     history: int = 2,
     *,
-    deadline: float = math.inf,
+    deadline: float | None = None,
     key: str | None = None,
 ) -> Ranked:
-    """`fake_request(user)` through admission and the engine."""
+    """`fake_request(user)` through admission and the engine, by default with the deadline of the settings."""
     context, posts = fake_request(user, candidates, history)
+    if deadline is None:
+        deadline = ranker.clock() + ranker.settings.deadline.default_seconds
     with ranker.admit(ranker.model(), PlaceRequest(candidates, history, deadline, key)) as job:
         return await ranker.rank(job, context, posts)
 
