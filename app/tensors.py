@@ -20,7 +20,7 @@ import orjson
 from msgspec.json import Decoder
 from numpy.typing import NDArray
 
-from app import schema
+from app import DISTRIBUTION, schema
 from app.errors import InvalidRequest
 from app.features import NO_MASK, NO_SURFACE, CheckedRequest, ReplyOptions, bits_of, columns_of, ids_of
 from app.interface import Ranked
@@ -481,7 +481,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     return {
         "name": manifest.name,
         "versions": [manifest.version],
-        "platform": "phoenix-ranking-server",
+        "platform": DISTRIBUTION,
         "inputs": described(INPUTS),
         "outputs": described(OUTPUTS),
         "parameters": {"actions": ",".join(manifest.action_names), "continuous": ",".join(continuous)},

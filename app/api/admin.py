@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import errors, schema
-from app.api.caller import JSON_ALONE, Headers, check_length, check_type, read_body
+from app.api.caller import JSON_ALONE, Headers, bearer_of, check_length, check_type, read_body
 from app.api.operations import json_reply
 from app.api.route import Route
 from app.api.state import state_of
@@ -54,9 +54,9 @@ class Operator:
 
     def check(self, headers: Headers) -> None:
         """Raise Unauthorized unless the request has the token."""
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(token.strip()).digest()
-        if not hmac.compare_digest(digest, self._digest) or scheme.lower() != b"bearer":
+        token = bearer_of(headers)
+        digest = hashlib.sha256(token or b"").digest()
+        if not hmac.compare_digest(digest, self._digest) or token is None:
             raise Unauthorized("A valid admin token is required: Authorization: Bearer TOKEN.")
 
 

@@ -94,9 +94,7 @@ class KeyRing:
         """
         if not self._digests:
             return None
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        bearer = token.strip() if scheme.lower() == b"bearer" else b""
-        names = [self._name_of(key) for key in (headers.get(b"x-api-key", b"").strip(), bearer)]
+        names = [self._name_of(key) for key in (headers.get(b"x-api-key", b"").strip(), bearer_of(headers) or b"")]
         name = names[0] or names[1]
         if name is None:
             raise Unauthorized
@@ -108,6 +106,12 @@ class KeyRing:
             if hmac.compare_digest(digest, key_digest):
                 name = other
         return name
+
+
+def bearer_of(headers: Headers) -> bytes | None:
+    """What follows `Bearer` in `Authorization`, None where that has another scheme or is not there."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else None
 
 
 class Bodies:

@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app import replies, schema, tensors
+from app import DISTRIBUTION, replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, deadline_of
-from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
+from app.api.operations import NOT_NOW, Described, answers, check_ready, json_reply
 from app.api.rank import note_timings
 from app.api.route import Route
 from app.api.state import state_of

@@ -37,6 +37,7 @@ from app.interface import (
     ServedCorpus,
     ServedModel,
 )
+from app.lateness import PAST_DEADLINE, TOO_LATE
 from app.processes.link import Link
 from app.processes.messages import (
     MAX_BYTES,
@@ -51,7 +52,7 @@ from app.processes.messages import (
     Search,
     encode,
 )
-from app.queue.admission import CROWDED_SECONDS, PAST_DEADLINE, TOO_LATE
+from app.queue.admission import CROWDED_SECONDS
 from app.queue.batching import chunk_count
 from app.settings import Settings
 from app.telemetry.logs import of_exception
