@@ -275,6 +275,7 @@ def test_a_context_goes_by_its_handle_or_whole(start: Start) -> None:
 @pytest.mark.parametrize(("at_least", "sent"), [(12, "12"), ("12-0", "12-0"), (b"12-0", "12-0")])
 def test_a_replica_that_is_behind_is_asked_again(start: Start, at_least: int | str | bytes, sent: str) -> None:
     posts = {"model": GOOD["model"], "corpus": {}, "posts": [], "visible": 0, "timings_ms": {}}
+    posts |= {"history_used": 0, "history_dropped": 0}
     script = start(refusal(503, "corpus_behind", **{"retry-after": "0"}), Reply(200, orjson.dumps(posts)))
     with RankerClient(script.url) as ranker:
         assert ranker.retrieve(7, HISTORY, k=5, at_least=at_least).posts == []
