@@ -1,4 +1,4 @@
-"""Every setting, declared once with its documentation. `app/healthcheck.py` alone reads `RANKER_` names elsewhere: two.
+"""Every setting, declared once with its documentation. Of all other modules only `app/healthcheck.py` reads `RANKER_` names.
 
 Most texts say the reason for the default. docs/operations.md has a table of them.
 The model's architecture comes with the checkpoint and is not a setting.
