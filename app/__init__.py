@@ -2,6 +2,7 @@
 
 import os
 
+DISTRIBUTION = "phoenix-ranking-server"
 PROPAGATORS = "OTEL_PROPAGATORS"
 
 

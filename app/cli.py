@@ -12,7 +12,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-PROGRAM, DISTRIBUTION = "phoenix-ranker", "phoenix-ranking-server"
+from app import DISTRIBUTION
+
+PROGRAM = "phoenix-ranker"
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "weights/demo"
 OF_WEIGHTS = {

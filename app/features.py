@@ -66,7 +66,7 @@ class CheckedRequest:
     """A request that was checked against one checkpoint, whose `vocabulary` this is: what the model reads, and what the reply needs.
 
     `context`: or its handle. `post_ids` `[C]`: the candidates' ids as they came. `created_at`: Unix seconds, int64 `[C]`, 0 unknown;
-    `impression_ts`: Unix seconds, 0 unknown. `endpoint`: the route that it came by.
+    `impression_ts`: Unix seconds, 0 unknown.
     """
 
     vocabulary: Vocabulary
@@ -76,11 +76,9 @@ class CheckedRequest:
     created_at: NDArray[np.int64]
     impression_ts: int
     options: ReplyOptions
-    endpoint: str = "/rank"
 
-    @property
     def warnings(self) -> list[str]:
-        """What the reply warns of."""
+        """Return what the reply warns of. The log may be told as well: see `Vocabulary.warning_of_zeros`."""
         weights = self.options.weights
         return [] if weights.any() else [self.vocabulary.warning_of_zeros(weights)]
 

@@ -119,7 +119,7 @@ class PlaceRequest(msgspec.Struct, frozen=True):
     """What a request for a place in the queue says of itself.
 
     `candidates`, `history`: how many posts it will score, and how many events its history has; both are counts of at least 0.
-    `deadline`: seconds of the ranker's clock, None for the default one. `key`: the name of the API key, None where no keys are set.
+    `deadline`: seconds of the ranker's clock. `key`: the name of the API key, None where no keys are set.
     `leaves_at`: when the caller will likely have left, in seconds of the same clock, so that a reply that would come later is refused now;
     infinite where that is not known. `rated`: how many candidates it counts for in its key's rate, None for its own; 0 where another
     request of the call counts for it.
@@ -127,7 +127,7 @@ class PlaceRequest(msgspec.Struct, frozen=True):
 
     candidates: int
     history: int
-    deadline: float | None = None
+    deadline: float
     key: str | None = None
     leaves_at: float = math.inf
     rated: int | None = None
@@ -194,16 +194,20 @@ class CorpusService(Protocol):
         """
         ...
 
+    async def state(self) -> CorpusState | None:
+        """Return the present state of the corpus, None if none is served."""
+        ...
+
+
+class ChangeableCorpus(CorpusService, Protocol):
+    """A corpus whose engine is in this process, so that its posts can be changed here."""
+
     async def change(self, change: PostChange) -> CorpusState:
         """Change the corpus that serves, in one step: a search sees all of the change or none. It is on disk when this returns.
 
         Raises CorpusNotLoaded, NoCorpus, ChangedByFeed, Overloaded, EngineDown, or CheckpointError if it cannot be written: then nothing
         changed.
         """
-        ...
-
-    async def state(self) -> CorpusState | None:
-        """Return the present state of the corpus, None if none is served."""
         ...
 
 
@@ -332,7 +336,12 @@ class RankingService(Protocol):
 
 
 class ReloadableService(RankingService, Protocol):
-    """A ranker whose engine is in this process, so that its checkpoint can be changed here."""
+    """A ranker whose engine is in this process, so that its checkpoint and its corpus can be changed here."""
+
+    @property
+    def corpus(self) -> ChangeableCorpus:
+        """The search side; it may serve no corpus."""
+        ...
 
     @property
     def reloads(self) -> Reloads:

@@ -17,7 +17,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from app import schema
+from app import DISTRIBUTION, schema
 from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware
@@ -148,7 +148,7 @@ def _application(
 ) -> FastAPI:
     app = Application(
         title="Phoenix ranking server",
-        version=version(operations.DISTRIBUTION),
+        version=version(DISTRIBUTION),
         description=DESCRIPTION,
         openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is asked for by TRACING__ENABLED

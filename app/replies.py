@@ -124,7 +124,7 @@ def head_of(names: Sequence[str], **before: Any) -> bytes:
 def tail_of(ranked: Ranked, checked: CheckedRequest, timings_ms: Mapping[str, float], **before: Any) -> bytes:
     """Return the end of a reply, from the comma behind its candidates. The fields in `before` come first."""
     end = {**before, **_end_of(ranked, checked.options.request_id, timings_ms)}
-    if warnings := checked.warnings:
+    if warnings := checked.warnings():
         end["warnings"] = warnings
     return b"," + orjson.dumps(end)[1:]
 
@@ -216,8 +216,8 @@ def headers_of(model: ServedModel, ranked: Ranked, exchange: Exchange) -> dict[s
 
 
 def headers(version: str, cache: str, exchange: Exchange, handle: str = "") -> dict[str, str]:
-    """Return headers that name the version, whether the context was cached (`hit`, `miss`), and where the time went; `handle` names the
-    context. Version and cache are noted for the log."""
+    """Return headers that name the version, how much of the context was cached (`hit`, `prefix`, `miss`), and where the time went;
+    `handle` names the context. Version and cache are noted for the log."""
     exchange.version, exchange.cache = version, cache
     fields = {
         "X-Model-Version": version,

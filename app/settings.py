@@ -1,6 +1,6 @@
-"""Every setting, declared once with its documentation, and the only reader of `RANKER_` names.
+"""Every setting, declared once with its documentation. Of all other modules only `app/healthcheck.py` reads `RANKER_` names.
 
-Each text ends with the reason for the default. docs/operations.md has a table of them.
+Most texts say the reason for the default. docs/operations.md has a table of them.
 The model's architecture comes with the checkpoint and is not a setting.
 """
 
@@ -164,8 +164,8 @@ class Queue(Group):
     """Longest predicted wait for the first forward pass; 0 means no limit. A request that can join the next forward pass is never refused
     for its wait. A ranking that is later than the default is of no use to a feed: see "Capacity" in docs/operations.md."""
     max_share_per_key: float = Field(default=0.5, gt=0, le=1)
-    """Share of the queue that one API key may fill. By default a key that is alone may fill half. The fuller the queue, the less each key
-    may hold."""
+    """Share of the queue that one API key may fill. By default a key that is alone may fill half, with its last request a little
+    more. The fuller the queue, the less each key may hold."""
     key_candidates_per_second: float = Field(default=0.0, ge=0)
     """Candidates per second that one API key may send, with bursts of two seconds' worth; a context alone counts as one candidate. 0 means
     no limit: among trusted callers the shares are enough."""
@@ -557,7 +557,7 @@ class Settings(BaseSettings):
         return [*dict.fromkeys([*names, *LOOPBACK, *own])] if is_loopback(host) else ["*"]
 
     def effective(self) -> dict[str, Any]:
-        """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""
+        """Every value in force as plain JSON, secrets as asterisks: for the start-up log and /info."""
         return self.model_dump(mode="json")
 
 

@@ -7,9 +7,10 @@ def over_share(held: int, count: int, used: int, limit: int, share: float) -> in
     """By how much a key would exceed its share of a budget; 0 or less if it would not. `held`: what the key holds; `count`: what it would
     take; `used`: how much of the budget, which is `limit`, is taken.
 
-    This is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times what is free. A key that is
-    alone fills its share; the fuller the budget, the less each key may hold, so that a newcomer finds room. With a share of 1 there is
-    no threshold.
+    This is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times what is free. The fuller the
+    budget, the less each key may hold, so that a newcomer finds room. A key that is alone fills its share exactly where `used` counts what
+    it would take, as in `Shares`. Where it does not, as in `Admission`, its last request may go over the share by share × count. With a
+    share of 1 there is no threshold.
     """
     if share >= 1:
         return 0

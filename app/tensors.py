@@ -20,12 +20,13 @@ import orjson
 from msgspec.json import Decoder
 from numpy.typing import NDArray
 
-from app import schema
+from app import DISTRIBUTION, schema
 from app.errors import InvalidRequest
 from app.features import NO_MASK, NO_SURFACE, CheckedRequest, ReplyOptions, bits_of, columns_of, ids_of
 from app.interface import Ranked
 from app.replies import Placement, names_of, rows_of
 from app.schema import NO_USER, TWO_USERS, InferParameters, InferRequest, InputTensor, WantedOutput
+from app.settings import Limits
 from app.vocabulary import Vocabulary
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
@@ -148,7 +149,7 @@ class TensorRequest:
         return None if self.parameters.timeout is None else self.parameters.timeout / 1e6
 
 
-def read(body: bytes, length: str | None, limits: schema.RequestLimits) -> TensorRequest:
+def read(body: bytes, length: str | None, limits: Limits) -> TensorRequest:
     """Decode and check what holds for every checkpoint. `length`: the value of `LENGTH_HEADER`, where the caller sent it.
 
     Raises MalformedJson, TooLarge or InvalidRequest.
@@ -220,12 +221,10 @@ def _chosen_outputs(outputs: Sequence[WantedOutput], possible: Sequence[str], *,
     return chosen or dict.fromkeys(possible, is_binary)
 
 
-def check(
-    request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, endpoint: str, name: str = ""
-) -> CheckedRequest:
+def check(request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, name: str = "") -> CheckedRequest:
     """Check a request against the checkpoint with this vocabulary and configuration. Raises InvalidRequest.
 
-    `endpoint`: the route that it came by. `name`: what the ranking is called where the request has no id.
+    `name`: what the ranking is called where the request has no id.
     """
     parameters, reader = request.parameters, _Reader(request, vocabulary)
     count, posts = request.candidates, reader.array("candidates.post_id", request.candidates)
@@ -246,7 +245,6 @@ def check(
         created_at,
         parameters.impression_ts,
         options,
-        endpoint,
     )
 
 
@@ -450,7 +448,7 @@ def render(
     }
     if ranked.handle:
         parameters["context"] = ranked.handle
-    if warnings := checked.warnings:
+    if warnings := checked.warnings():
         parameters["warnings"] = " ".join(warnings)
     head = {
         "model_name": vocabulary.model["name"],
@@ -483,7 +481,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     return {
         "name": manifest.name,
         "versions": [manifest.version],
-        "platform": "phoenix-ranking-server",
+        "platform": DISTRIBUTION,
         "inputs": described(INPUTS),
         "outputs": described(OUTPUTS),
         "parameters": {"actions": ",".join(manifest.action_names), "continuous": ",".join(continuous)},

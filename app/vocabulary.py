@@ -21,7 +21,7 @@ NO_WEIGHTS_KEPT = f"{NO_WEIGHTS} The checkpoint has none: send weights, or give 
 
 @dataclass(slots=True, eq=False)
 class Vocabulary:
-    """What one checkpoint knows. Made once for each served model; nothing in it changes.
+    """What one checkpoint knows. Made once for each served model. Nothing in it changes but whether the log was told of zero weights.
 
     `index`: action names, and decimal strings, to columns. `ids`: what callers name users, posts and authors by. `weights`: of the
     checkpoint, float64 `[A]`. `sets`: published weights by name, float64 `[A]`, or `[A + Z]` where they weigh continuous outputs too.

@@ -1,1 +1,1 @@
-"""The endpoints, and what stands before them: connections, the one middleware, the caller."""
+"""The endpoints, and what stands before them: connections, the middlewares, the caller."""

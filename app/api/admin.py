@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import errors, schema
-from app.api.caller import JSON_ALONE, Headers, check_length, check_type, read_body
+from app.api.caller import JSON_ALONE, Headers, bearer_of, check_length, check_type, read_body
 from app.api.operations import json_reply
 from app.api.route import Route
 from app.api.state import state_of
@@ -54,9 +54,9 @@ class Operator:
 
     def check(self, headers: Headers) -> None:
         """Raise Unauthorized unless the request has the token."""
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(token.strip()).digest()
-        if not hmac.compare_digest(digest, self._digest) or scheme.lower() != b"bearer":
+        token = bearer_of(headers)
+        digest = hashlib.sha256(token or b"").digest()
+        if not hmac.compare_digest(digest, self._digest) or token is None:
             raise Unauthorized("A valid admin token is required: Authorization: Bearer TOKEN.")
 
 
@@ -81,7 +81,7 @@ Body = Annotated[bytes, Depends(read_operator)]
 @router.post("/admin/reload", response_class=Response)
 async def reload(request: Request, body: Body) -> Response:
     """Serve another checkpoint, or read the current one again. Or do so for the retrieval checkpoint and the corpus, both in one step."""
-    ranker = cast(ReloadableService, state_of(request).ranker)  # `create_admin_app` is given one
+    ranker = _ranker_of(request)
     reload_request = schema.decode(RELOAD, body or b"{}")
     names = [
         None if name is UNSET else name
@@ -110,13 +110,17 @@ async def reload(request: Request, body: Body) -> Response:
 async def posts(request: Request, body: Body) -> Response:
     """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic", "codes"}], "delete": [ids]}`. When the
     reply is sent, the change is on disk, and every search that begins after that sees it."""
-    corpus = state_of(request).ranker.corpus
+    corpus = _ranker_of(request).corpus
     change = read_change(body, corpus.served.corpus.ids)
     with _problems():
         state = await corpus.change(change)
     now = {"posts": state.posts, "changes": state.changes, "sequence": state.mark.sequence}
     corpus_reply = {"name": state.corpus.name, "version": state.corpus.version} | now
     return json_reply({"corpus": corpus_reply, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
+
+
+def _ranker_of(request: Request) -> ReloadableService:
+    return cast(ReloadableService, state_of(request).ranker)  # `create_admin_app` is given one
 
 
 @contextmanager

@@ -94,9 +94,7 @@ class KeyRing:
         """
         if not self._digests:
             return None
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        bearer = token.strip() if scheme.lower() == b"bearer" else b""
-        names = [self._name_of(key) for key in (headers.get(b"x-api-key", b"").strip(), bearer)]
+        names = [self._name_of(key) for key in (headers.get(b"x-api-key", b"").strip(), bearer_of(headers) or b"")]
         name = names[0] or names[1]
         if name is None:
             raise Unauthorized
@@ -108,6 +106,12 @@ class KeyRing:
             if hmac.compare_digest(digest, key_digest):
                 name = other
         return name
+
+
+def bearer_of(headers: Headers) -> bytes | None:
+    """What follows `Bearer` in `Authorization`, None where that has another scheme or is not there."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else None
 
 
 class Bodies:
@@ -141,7 +145,8 @@ class CallerInfo:
 
     `key`: the name of the API key, None where none are set. `deadline`: when the call must have ended, in seconds of the ranker's clock.
     `leaves_at`: when the caller will likely have left, in seconds of that clock. `body`: whole and inflated. `exchange`: notes of the call
-    for its log line and the metrics. `state`: what the endpoints of the port share.
+    for its log line and the metrics. `state`: what the endpoints of the port share. `route`: the path as it is declared, such as
+    `/rank/{name}`.
     """
 
     key: str | None
@@ -151,6 +156,7 @@ class CallerInfo:
     exchange: Exchange
     headers: Headers
     state: AppState
+    route: str
 
     def place_request(self, *, candidates: int, history: int, rated: int | None = None) -> PlaceRequest:
         """Return this caller's request for a place in the queue, for so many candidates and history events. `rated` as there."""
@@ -173,7 +179,7 @@ class CallerInfo:
         """Note the probabilities that the reply holds, for the metrics, and have the log of what was served take the ranking."""
         self.exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
         if self.state.served_log is not None and len(checked.candidates):
-            self.state.served_log.record(checked, ranked, placement, self.key)
+            self.state.served_log.record(checked, ranked, placement, self.route, self.key)
 
 
 def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo]]:
@@ -217,7 +223,7 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
                 check_room(request, state, exchange, len(body), deadline)
                 await state.read_queue.take(len(body), key, deadline - state.ranker.clock())
         leaves = leaves_at(request, state, exchange)
-        return CallerInfo(key, deadline, leaves, body, exchange, headers, state)
+        return CallerInfo(key, deadline, leaves, body, exchange, headers, state, scope["route"].path)
 
     return read_caller
 

@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app import replies, schema, tensors
+from app import DISTRIBUTION, replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, deadline_of
-from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
+from app.api.operations import NOT_NOW, Described, answers, check_ready, json_reply
 from app.api.rank import note_timings
 from app.api.route import Route
 from app.api.state import state_of
@@ -173,8 +173,7 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
     place_request = caller.place_request(**sizes)
     with state.ranker.admit(model, place_request) as job:
         with exchange.measured("parse"):
-            endpoint, name = f"/v2{MODEL}/infer", exchange.request_id
-            checked = tensors.check(tensor_request, model.vocabulary, model.manifest.config, endpoint, name)
+            checked = tensors.check(tensor_request, model.vocabulary, model.manifest.config, exchange.request_id)
         ranked = await state.ranker.rank(job, checked.context, checked.candidates)
     timings = note_timings(exchange, exchange.stages["parse"], ranked)
     with exchange.measured("serialize"):

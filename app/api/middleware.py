@@ -198,20 +198,20 @@ class RequestMiddleware:
         if not is_probe and succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
             return
         line = AccessLine(
-            exchange.request_id,
-            exchange.method,
-            exchange.route,
-            exchange.status,
-            round(seconds * 1e6) / 1e3,  # less than half the time of `round(…, 3)`
-            exchange.code,
-            exchange.key,
-            exchange.version,
-            exchange.candidates,
-            exchange.history,
-            exchange.requests,
-            exchange.cache,
-            timings_of(exchange.stages),
-            trace_id,
+            request_id=exchange.request_id,
+            method=exchange.method,
+            route=exchange.route,
+            status=exchange.status,
+            duration_ms=round(seconds * 1e6) / 1e3,  # less than half the time of `round(…, 3)`
+            code=exchange.code,
+            key=exchange.key,
+            version=exchange.version,
+            candidates=exchange.candidates,
+            history=exchange.history,
+            requests=exchange.requests,
+            cache=exchange.cache,
+            stages_ms=timings_of(exchange.stages),
+            trace_id=trace_id,
             event="probe" if is_probe else "request",
         )
         if is_probe and (succeeded or exchange.status == NotReady.status):

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app import DISTRIBUTION
 from app.api.route import Route
 from app.api.state import state_of
 from app.errors import Draining, EngineDown, NotReady, ServiceError
@@ -25,7 +26,6 @@ from app.schema import problems_of
 from app.settings import Settings
 from app.telemetry.metrics import CONTENT_TYPE
 
-DISTRIBUTION = "phoenix-ranking-server"
 PROBE_RETRY_SECONDS = 2.0
 SCRAPE_SHARE = 0.05  # of the event loop, for callers who scrape as fast as they can
 MOST_REST_SECONDS = 1.0  # between two scrapes

@@ -197,19 +197,19 @@ class BatchCall:
     async def results(self, items: Sequence[bytes]) -> list[Result | ServiceError]:
         """Return how each request ended. Raises MalformedJson where one is no JSON, since then the body is none."""
         async with asyncio.TaskGroup() as tasks:
-            begun = [tasks.create_task(self._result(place, item)) for place, item in enumerate(items)]
+            begun = [tasks.create_task(self._result(index, item)) for index, item in enumerate(items)]
         results = [task.result() for task in begun]
         for result in results:
             if isinstance(result, MalformedJson):
                 raise result
         return results
 
-    async def _result(self, place: int, item: bytes) -> Result | ServiceError:
+    async def _result(self, index: int, item: bytes) -> Result | ServiceError:
         try:
             with ExitStack() as places:
                 async with self._turn:  # requests are read and admitted one by one
                     await asyncio.sleep(0)  # lets other callers in
-                    row = await self._begin(place, item, places)
+                    row = await self._begin(index, item, places)
                 checked = row.checked
                 ranked = await self._in_flight.rank(row.job, row.request, checked.context, checked.candidates)
             body = _reply(self._caller, checked, ranked, row.parse_seconds)
@@ -217,24 +217,23 @@ class BatchCall:
             return service_error_of(error)
         return Result(body, row.job.model, ranked.cache, ranked.handle)
 
-    async def _begin(self, place: int, item: bytes, places: ExitStack) -> Row:
+    async def _begin(self, index: int, item: bytes, places: ExitStack) -> Row:
         """Read, admit and check a request."""
         caller, ranker = self._caller, self._state.ranker
         before = caller.exchange.stages["parse"]
         rank_request, place_request = _read(caller, ranker.model(), item)
-        name = self._name(rank_request.request_id, place)  # before it may be refused: a retry has the same names
+        name = self._name(rank_request.request_id, index)  # before it may be refused: a retry has the same names
         self._take(place_request.candidates)
         job = await self._in_flight.enter(places, ranker.model, place_request)
         checked = _check(caller.exchange, job.model, rank_request)  # another model may serve by now
-        checked.endpoint = "/rank/batch"
         checked.options.name = checked.options.request_id = name
         return Row(checked, job, place_request, caller.exchange.stages["parse"] - before)
 
-    def _name(self, own: str | UnsetType, place: int) -> str:
-        """The name of the request at this place, which no other one of the call has: its `request_id`, if an earlier one has not got it."""
-        name = f"{self._caller.exchange.request_id}/{place}" if own is UNSET else own
+    def _name(self, own: str | UnsetType, index: int) -> str:
+        """A name for the request with this index that no other one of the call has: its `request_id`, if no earlier one has got it."""
+        name = f"{self._caller.exchange.request_id}/{index}" if own is UNSET else own
         while name in self._names:
-            name += f"/{place}"
+            name += f"/{index}"
         self._names.add(name)
         return name
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.errors import DeadlineExceeded, Overloaded
+from app.lateness import PAST_DEADLINE, TOO_LATE, late_seconds
 
 TURN_SECONDS = 0.002  # of reading in one turn; one body is read in any case
 REQUEST_BYTES = 2048  # what a request costs besides its bytes, in bytes
 MEMORY_SECONDS = 0.5  # of reading, for what a byte costs
-SURE_TIMES = 1.5
 
 
 class Waiting(NamedTuple):
@@ -70,13 +70,11 @@ class ReadQueue:
                 "Refused on arrival: requests arrive faster than they can be read.", retry_after_seconds=wait - limit
             )
         own = (size + REQUEST_BYTES) * self._weight_seconds
-        late = wait - max(min(leaves_in_seconds, ends_in_seconds), SURE_TIMES * own)
+        late = late_seconds(wait, min(leaves_in_seconds, ends_in_seconds), own)
         if late > 0 and ends_in_seconds <= leaves_in_seconds:
-            raise DeadlineExceeded(
-                "Refused on arrival: the predicted wait is longer than the deadline.", retry_after_seconds=late
-            )
+            raise DeadlineExceeded(f"Refused on arrival: {PAST_DEADLINE}.", retry_after_seconds=late)
         if late > 0:
-            raise Overloaded("Refused on arrival: callers leave before such a wait is over.", retry_after_seconds=late)
+            raise Overloaded(f"Refused on arrival: {TOO_LATE}.", retry_after_seconds=late)
 
     async def take(self, size: int, key: str | None, seconds: float) -> bool:
         """Return when a body of so many bytes of this key may be read; whether it had to wait. What follows without an `await` is its turn.

@@ -113,13 +113,12 @@ def _check(
     caller: CallerInfo, request: RecommendRequest, k: int, model: ServedModel, served: ServedCorpus
 ) -> tuple[Query, CheckedRequest]:
     """Check a request for `k` posts against both checkpoints. What is to be ranked has no candidates yet. Raises InvalidRequest."""
-    ranker, towers, vocabulary = model.manifest, served.manifest, model.vocabulary
+    manifest, towers, vocabulary = model.manifest, served.manifest, model.vocabulary
     query = _query(request, k, served.vocabulary, towers.config)
     context: Context | str = query.handle
     if not query.handle:
-        context = (
-            query.context if _read_alike(ranker, towers) else features.context_of(request, vocabulary, ranker.config)
-        )
+        is_alike = _read_alike(manifest, towers)
+        context = query.context if is_alike else features.context_of(request, vocabulary, manifest.config)
     options = features.options_of(request, vocabulary, caller.exchange.request_id)
     return query, CheckedRequest(
         vocabulary,
@@ -129,7 +128,6 @@ def _check(
         NO_CANDIDATES.surfaces,
         request.impression_ts,
         options,
-        endpoint="/recommend",
     )
 
 

@@ -34,7 +34,7 @@ class Route(APIRoute):
     fifty times as long as the rest of a request.
 
     An endpoint is a coroutine function that returns a Response. It takes the request, texts of its path, and dependencies: coroutine
-    functions that take the request. Raises TypeError where an endpoint is declared with anything else, which would be ignored.
+    functions that take the request alone. Raises TypeError where an endpoint is declared with anything else, which would be ignored.
 
     An endpoint whose body a dependency has read is cancelled when the client disconnects, by this route where the server does not do so.
     """
@@ -44,8 +44,8 @@ class Route(APIRoute):
         _check(self.dependant, path)
         for dependency in self.dependant.dependencies:
             _check(dependency, path)
-            if dependency.dependencies or dependency.path_params:
-                raise TypeError(f"{path}: {_name(dependency)} may take the request alone")
+            if dependency.dependencies or dependency.path_params or dependency.request_param_name is None:
+                raise TypeError(f"{path}: {_name(dependency)} must take the request alone")
         for field in self.dependant.path_params:
             if field.field_info.annotation is not str:
                 raise TypeError(f"{path}: {field.name} must be a str")
@@ -69,9 +69,7 @@ def _name(function: Dependant) -> str:
 
 
 def _answering(dependant: Dependant, endpoint: Callable[..., Awaitable[Response]]) -> ASGIApp:
-    dependencies = [
-        (dependency.name, dependency.call, dependency.request_param_name) for dependency in dependant.dependencies
-    ]
+    dependencies = [(dependency.name, dependency.call) for dependency in dependant.dependencies]
     texts = [field.name for field in dependant.path_params]
     request_name = dependant.request_param_name
 
@@ -80,8 +78,8 @@ def _answering(dependant: Dependant, endpoint: Callable[..., Awaitable[Response]
         arguments: dict[str, Any] = {name: scope["path_params"][name] for name in texts}
         if request_name is not None:
             arguments[request_name] = request
-        for name, call, takes_request in dependencies:
-            value = await call(**({} if takes_request is None else {takes_request: request}))  # type: ignore[misc]
+        for name, call in dependencies:
+            value = await call(request)  # type: ignore[misc]
             if name is not None:
                 arguments[name] = value
         work = endpoint(**arguments)

@@ -1,4 +1,4 @@
-"""The `interface.CorpusService` of one process: runs searches, swaps towers and corpus together, and changes the corpus meanwhile."""
+"""The `interface.ChangeableCorpus` of one process: runs searches, swaps towers and corpus together, and changes the corpus meanwhile."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Searches:
     """Serves searches over one corpus. Used by the event loop only; engines search in threads."""
 
     def __init__(
-        self, load: CorpusLoader | None, settings: Settings, metrics: Metrics, clock: Clock, handles: Handles
+        self, load: CorpusLoader, settings: Settings, metrics: Metrics, clock: Clock, handles: Handles
     ) -> None:
-        """`load` is None where no corpus can be served; `handles` look up the contexts that queries name by a handle."""
+        """`handles` look up the contexts that queries name by a handle."""
         batching = Batching(max_candidates=SCAN_REQUESTS)  # each search counts as one
         most = max(1, settings.queue.max_requests // 4) + SCAN_REQUESTS
         limits = {"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
@@ -116,7 +116,7 @@ class Searches:
     @property
     def _loaded(self) -> LoadedCorpus:
         if self.versions.current is None:
-            if self._load is None or None in self._paths:
+            if None in self._paths:
                 raise NoCorpus
             raise CorpusNotLoaded(retry_after_seconds=LOADING_SECONDS)
         loaded: LoadedCorpus = self.versions.current.loaded
@@ -138,19 +138,16 @@ class Searches:
     async def swap(self, checkpoint: Path, corpus: Path) -> ServedCorpus:
         """Load a retrieval checkpoint and a corpus beside those that serve, then serve new searches with both.
 
-        Searches that began on the old ones end on them; then their memory is freed. Raises what the loader raises, ReloadInProgress and
-        NoCorpus; the old ones then keep serving.
+        Searches that began on the old ones end on them; then their memory is freed. Raises what the loader raises, and ReloadInProgress;
+        the old ones then keep serving.
         """
-        load = self._load
-        if load is None:
-            raise NoCorpus
         if self._is_loading:
             raise ReloadInProgress("another corpus is being loaded")
         self._is_loading = True
         try:
             async with self._changing:
                 before = self._held
-                scheduler = await self.versions.load(lambda steps: load(checkpoint, corpus, before))
+                scheduler = await self.versions.load(lambda steps: self._load(checkpoint, corpus, before))
                 self.versions.install(scheduler)
                 self._held, self._paths = scheduler.loaded, (checkpoint, corpus)
                 if before is not None:
@@ -203,7 +200,7 @@ class Searches:
     # changes
 
     async def change(self, change: PostChange) -> CorpusState:
-        """See `interface.CorpusService.change`. A change that has begun is finished even if the caller has gone."""
+        """See `interface.ChangeableCorpus.change`. A change that has begun is finished even if the caller has gone."""
         if self.feed is not None:
             raise ChangedByFeed
         if len(self._changes) >= MOST_CHANGES:

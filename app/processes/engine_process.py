@@ -102,7 +102,6 @@ class EngineProcess:
             "attention": lambda model, *rest: ranker.attention(self._served(model), *rest),
             "corpus_state": ranker.corpus.state,
             "reach": lambda corpus, *rest: ranker.corpus.reach(self._served(corpus), *rest),
-            "change": ranker.corpus.change,
         }
         ranker.on_fatal = self._fatal
 

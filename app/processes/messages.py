@@ -21,7 +21,6 @@ from app.interface import CorpusState, Health, PlaceRequest, SearchRequest, Serv
 from app.queue.forecast import Outlook
 from model.engine import EngineInfo
 from model.inputs import Candidates, Context
-from model.retrieval.inputs import PostChange
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
@@ -153,7 +152,6 @@ METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the argume
     "attention": ((int, Context, Candidates, float), NDArray[np.float32]),  # number, context, candidates, deadline
     "corpus_state": ((), CorpusState | None),
     "reach": ((int, str, float), None),  # number of the corpus, change, deadline
-    "change": ((PostChange,), CorpusState),
 }
 
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-import msgspec
 import numpy as np
 import structlog
 from numpy.typing import NDArray
@@ -38,6 +37,7 @@ from app.interface import (
     ServedCorpus,
     ServedModel,
 )
+from app.lateness import PAST_DEADLINE, TOO_LATE
 from app.processes.link import Link
 from app.processes.messages import (
     MAX_BYTES,
@@ -52,13 +52,12 @@ from app.processes.messages import (
     Search,
     encode,
 )
-from app.queue.admission import CROWDED_SECONDS, PAST_DEADLINE, TOO_LATE
+from app.queue.admission import CROWDED_SECONDS
 from app.queue.batching import chunk_count
 from app.settings import Settings
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
-from model.retrieval.inputs import PostChange
 
 CONNECT_SECONDS = 0.02  # between two attempts
 SOON_SECONDS, PAUSE_SECONDS = 1.0, 1.0  # a link that ends so soon is followed by the next one after this pause
@@ -260,16 +259,16 @@ class RemoteService:
         """See `interface.RankingService.kept`."""
         return nullcontext()
 
-    def _check_in_time(self, cost: int, chunks: int, leaves_at: float, deadline: float | None = None) -> None:
+    def _check_in_time(self, cost: int, chunks: int, leaves_at: float, deadline: float = math.inf) -> None:
         """Raise Overloaded where, as the engine process last told while it refused requests, a caller leaves before its reply, and
         DeadlineExceeded where its deadline passes first."""
-        outlook, ends_at = self.state.outlook, math.inf if deadline is None else deadline
-        if outlook is None or leaves_at == ends_at == math.inf:
+        outlook = self.state.outlook
+        if outlook is None or leaves_at == deadline == math.inf:
             return
-        late_seconds = outlook.late_seconds(cost, chunks, min(leaves_at, ends_at), self.clock())
+        late_seconds = outlook.late_seconds(cost, chunks, min(leaves_at, deadline), self.clock())
         if late_seconds <= 0:
             return
-        if ends_at <= leaves_at:
+        if deadline <= leaves_at:
             self.metrics.rejected.labels("deadline").inc()
             raise DeadlineExceeded(f"Refused on arrival: {PAST_DEADLINE}.", retry_after_seconds=late_seconds)
         raise self._refused(TOO_LATE, late_seconds)
@@ -346,7 +345,7 @@ class RemoteService:
         assert isinstance(job, RemoteJob)
         if job.place_id:
             return
-        number, request, link, place_id = self.number_of(job.model), self._with_deadline(job.request), self._link, 0
+        number, request, link, place_id = self.number_of(job.model), job.request, self._link, 0
 
         def admit(id: int) -> Admit:
             nonlocal place_id
@@ -361,7 +360,7 @@ class RemoteService:
         assert isinstance(job, RemoteJob)
         if job.link is not self._link and job.place_id:
             raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
-        number, request = self.number_of(job.model), self._with_deadline(job.request)
+        number, request = self.number_of(job.model), job.request
         ranked = await self.ask(
             lambda id: Rank(id, number, context, candidates, request, job.place_id),
             Ranked,
@@ -371,13 +370,6 @@ class RemoteService:
         )
         job.place_id = 0
         return cast(Ranked, ranked)
-
-    def _with_deadline(self, request: PlaceRequest) -> PlaceRequest:
-        """The request with its own deadline, or else the default one from now."""
-        if request.deadline is not None:
-            return request
-        deadline = self.clock() + self.settings.deadline.default_seconds
-        return msgspec.structs.replace(request, deadline=deadline)
 
     async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
         """See `interface.RankingService.context`."""
@@ -451,10 +443,6 @@ class RemoteCorpus:
             size=len(request.query.context),
         )
         return cast(SearchResult, result)
-
-    async def change(self, change: PostChange) -> CorpusState:
-        """See `interface.CorpusService.change`."""
-        return cast(CorpusState, await self._ranker.call("change", change))
 
     async def state(self) -> CorpusState | None:
         """See `interface.CorpusService.state`."""

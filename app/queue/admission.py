@@ -31,6 +31,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from app.lateness import PAST_DEADLINE, TOO_LATE
 from app.queue.batching import Full, Work, chunk_count, forwards_of
 from app.queue.forecast import Clock, ForwardTime, Offered, Outlook, Running
 from app.settings import Batching, Queue
@@ -41,8 +42,6 @@ Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
 KEY_BURST_SECONDS = 2.0  # an idle key may use this many seconds of its rate at once
 FILLED_TIMES = 1.5  # arrivals are random: demand that fills it once on average would often leave it partly empty
 CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
-TOO_LATE = "callers leave before such a wait is over"
-PAST_DEADLINE = "the predicted wait is longer than the deadline"
 NO_RATE_RETRY_SECONDS = 1.0  # `retry_after_seconds` before the first forward was measured
 
 

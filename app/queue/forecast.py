@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from app import lateness
+
 Clock = Callable[[], float]  # seconds that never run backwards
 
 MEMORY_SECONDS = 0.5  # of `Offered` and `LoopTime`
 LEAST_REQUESTS = 50.0  # within that memory of `LoopTime`; with fewer, what else the loop does would count as theirs
-SURE_TIMES = 1.5  # a request that ends within so many times its own forwards is in time: callers who leave at once keep nobody out
 REFUSAL_SHARE = 0.3  # of what a request costs that is answered: an estimate
 
 
@@ -70,7 +71,7 @@ class Outlook(NamedTuple):
         own = (self.fixed_seconds + self.seconds_per_token * cost / chunks) * chunks
         wait = max(0.0, self.begins_at - now)
         end = own + (wait + self.seconds_per_token * self.shared_cost) * chunks
-        return end - max(leaves_at - now, SURE_TIMES * own)
+        return lateness.late_seconds(end, leaves_at - now, own)
 
 
 class Running(NamedTuple):

@@ -54,13 +54,13 @@ class Handles:
         raise ContextUnknown
 
 
-def _as_read(context: Context, ranker: Manifest, towers: Manifest, excludes_history: bool) -> Context | None:
+def _as_read(context: Context, manifest: Manifest, towers: Manifest, excludes_history: bool) -> Context | None:
     """Return what the user tower reads of a request whose context the ranker kept. None if the tower may read, or exclude, more than was
-    kept, if it reads requests differently, or if nothing is known of the user."""
-    ours, theirs = ranker.config, towers.config
+    kept, if it reads requests differently, or if nothing is known of the user. `manifest`: the ranker's."""
+    ours, theirs = manifest.config, towers.config
     lacks_events = context.dropped and (excludes_history or theirs.history_length > ours.history_length)
     lacks_dwell = theirs.has_dwell and not ours.has_dwell
-    is_alike = (ranker.action_names, ranker.ids) == (towers.action_names, towers.ids)
+    is_alike = (manifest.action_names, manifest.ids) == (towers.action_names, towers.ids)
     codes = theirs.code_levels, theirs.code_values
     lacks_codes = bool(theirs.code_levels) and codes != (ours.code_levels, ours.code_values)
     is_nobody = not context.user_id and not context.post_ids.any()

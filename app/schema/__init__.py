@@ -6,7 +6,7 @@ checks what one checkpoint knows: its actions, its surfaces, its kind of ids, an
 
 from app.schema.document import EXAMPLES, PROBLEMS, WORDS, body_of, components, problems_of, reply_of, with_examples
 from app.schema.fields import WeightSet, is_handle, is_request_id
-from app.schema.reading import RequestLimits, check_cost, decode, read, split_batch
+from app.schema.reading import check_cost, decode, read, split_batch
 from app.schema.replies import (
     BatchReply,
     ContextReply,
@@ -41,7 +41,7 @@ __all__ = [
     "DEFAULT_K", "EXAMPLES", "NO_USER", "PROBLEMS", "TWO_USERS", "WORDS", "BatchReply", "BatchRequest", "Candidate",
     "CandidateColumns", "ContextReply", "ContextRequest", "ExplainReply", "ExplainRequest", "HistoryColumns", "HistoryItem",
     "InferParameters", "InferReply", "InferRequest", "InputTensor", "Items", "PostUpsert", "PostsChange", "RankReply",
-    "RankRequest", "RecommendReply", "RecommendRequest", "RequestLimits", "RetrieveReply", "RetrieveRequest", "UserRequest", "WantedOutput",
+    "RankRequest", "RecommendReply", "RecommendRequest", "RetrieveReply", "RetrieveRequest", "UserRequest", "WantedOutput",
     "WeightSet", "body_of", "check_cost", "components", "count_of", "decode", "is_handle", "is_request_id", "problems_of", "read",
     "reply_of", "split_batch", "with_examples",
 ]  # fmt: skip

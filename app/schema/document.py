@@ -132,7 +132,8 @@ _HEADERS_OUT = {
     "X-Request-ID": "The name of this call in the log.",
     "X-Model-Version": "Version of the checkpoint.",
     "X-Context": "The handle of the ranking model's context, if the cache keeps it; for a batch, if it has one ranking.",
-    "X-Context-Cache": "`hit` if all of the user's context came from the cache, otherwise `miss`.",
+    "X-Context-Cache": "`hit` if all of the user's context came from the cache, `prefix` if its beginning did, otherwise `miss`. "
+    "/rank/batch and /retrieve say `hit` or `miss` only.",
     "Server-Timing": "Milliseconds by stage, such as `parse`, `queue`, `forward` and `serialize`.",
 }
 

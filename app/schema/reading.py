@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -14,6 +14,7 @@ from msgspec import UNSET, inspect
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.schema.requests import Request
+from app.settings import Limits
 
 DIGITS_CHECKED_BYTES = 256 * 1024
 MAX_DIGITS = 512
@@ -24,32 +25,10 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Request)
 
 
-class RequestLimits(Protocol):
-    """The settings that bound one request."""
-
-    @property
-    def max_candidates(self) -> int:
-        """Candidates."""
-
-    @property
-    def max_history(self) -> int:
-        """History items."""
-
-    @property
-    def max_excluded(self) -> int:
-        """Excluded posts."""
-
-    @property
-    def max_values(self) -> int:
-        """JSON values."""
-
-
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-def read(
-    decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: RequestLimits, actions: Collection[str] = ()
-) -> R:
+def read(decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: Limits, actions: Collection[str] = ()) -> R:
     """Decode and check a request of bounded size; `actions` as in `decode`.
 
     Raises TooLarge before it decodes a body that would be slow to read, and for more items than the limits allow; MalformedJson;

@@ -56,7 +56,7 @@ class ServedLog:
         self._batch: RowBatch | None = None
         self._day = 0  # the UTC day of its rows, counted since 1970
         self._batch_bytes = 0
-        self._fresh: list[tuple[int, CheckedRequest, Context, Ranked, Placement, str | None]] = []
+        self._fresh: list[tuple[int, CheckedRequest, Context, Ranked, Placement, str, str | None]] = []
         self._timer: asyncio.TimerHandle | None = None  # while something waits to be handed over
 
     def start(self) -> None:
@@ -70,14 +70,16 @@ class ServedLog:
         drawn = user_id.to_bytes(8, "little") if user_id else request_id.encode()
         return xxhash.xxh64_intdigest(drawn) < self._threshold
 
-    def record(self, checked: CheckedRequest, ranked: Ranked, placement: Placement, key: str | None) -> None:
-        """Have a ranking of this API key written, if its user is among those who are logged. Never raises."""
+    def record(
+        self, checked: CheckedRequest, ranked: Ranked, placement: Placement, route: str, key: str | None
+    ) -> None:
+        """Have a ranking of this route and API key written, if its user is among those who are logged. Never raises."""
         try:
             context = ranked.context if isinstance(checked.context, str) else checked.context
             if context is None:
                 raise ValueError("the ranker has not told what a handle named")
             if self.wants(context.user_id, checked.options.name):
-                self._fresh.append((time.time_ns() // 1000, checked, context, ranked, placement, key))
+                self._fresh.append((time.time_ns() // 1000, checked, context, ranked, placement, route, key))
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(BATCH_SECONDS, self._hand_over)
                 if len(self._fresh) >= AT_ONCE:
@@ -106,6 +108,7 @@ class ServedLog:
         context: Context,
         ranked: Ranked,
         placement: Placement,
+        route: str,
         key: str | None,
     ) -> ServedRanking:
         vocabulary, options = checked.vocabulary, checked.options
@@ -113,7 +116,7 @@ class ServedLog:
         return ServedRanking(
             request_id=options.name,
             served_us=served_us,
-            endpoint=checked.endpoint,
+            endpoint=route,
             key=key,
             model_name=vocabulary.model["name"],
             model_version=vocabulary.model["version"],

@@ -58,7 +58,7 @@ class LocalService:
         metrics: Metrics,
         *,
         load: Loader,
-        load_corpus: CorpusLoader | None = None,
+        load_corpus: CorpusLoader,
         clock: Clock = time.monotonic,
     ) -> None:
         """`load` loads and warms a checkpoint in the engine's thread; `load_corpus` does so for a retrieval checkpoint with its corpus."""
@@ -71,8 +71,8 @@ class LocalService:
         self.versions: Versions[RankJob] = Versions(
             settings.batching, self.places.batch_done, clock, settings.reload.timeout_seconds
         )
-        self.contexts = Handles(self.versions, metrics)
-        self.corpus = Searches(load_corpus, settings, metrics, clock, self.contexts)
+        self.handles = Handles(self.versions, metrics)
+        self.corpus = Searches(load_corpus, settings, metrics, clock, self.handles)
         self.watchdog = Watchdog(settings.queue, self.versions, self.corpus.versions)
         self.reloads = Reloader(settings, metrics, self.versions, self.corpus, self.serve)
         self._load = load
@@ -210,13 +210,12 @@ class LocalService:
         Entering raises Overloaded or DeadlineExceeded; the call itself NotReady, Draining or EngineDown.
         """
         self._check_able()
-        scheduler, now, limits = self._scheduler(model), self.clock(), self.settings.deadline
-        deadline = now + limits.default_seconds if request.deadline is None else request.deadline
+        scheduler = self._scheduler(model)
         job = RankJob(
             candidates=request.candidates,
             context_tokens=request.context_tokens(model.manifest.config.history_length),
             chunks=chunk_count(request.candidates, self.settings.batching),
-            deadline=min(deadline, now + limits.max_seconds),
+            deadline=request.deadline,
             key=request.key,
             leaves_at=request.leaves_at,
             rated=request.rated,
@@ -280,7 +279,7 @@ class LocalService:
         scheduler = self.places.scheduler(job)
         by_handle = isinstance(context, str)
         if isinstance(context, str):
-            context = self.contexts.of(scheduler, context, job.key)
+            context = self.handles.of(scheduler, context, job.key)
         if job.candidates != len(candidates) or job.context_tokens != 1 + len(context):
             self.admission.resize(job, len(candidates), 1 + len(context))
         job.context, job.items = context, candidates
@@ -289,7 +288,7 @@ class LocalService:
 
     async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
         """Return the context that this handle names for this API key. Raises ContextUnknown, or NotReady if `model` is gone."""
-        return self.contexts.of(self._scheduler(model), handle, key)
+        return self.handles.of(self._scheduler(model), handle, key)
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float

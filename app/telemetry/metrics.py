@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from prometheus_client.utils import floatToGoString
 
 from model.engine import CacheStats
 from model.retrieval.inputs import Mark
+
+if TYPE_CHECKING:  # `app.interface` imports this module
+    from app.interface import CorpusState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .075, .1, .15, .25, .5, 1, 2.5)  # fmt: skip
@@ -58,17 +61,6 @@ class BatchReport(msgspec.Struct, frozen=True):
     failed: bool
 
 
-class CorpusFigures(Protocol):
-    """What a scrape reports of a corpus: `interface.CorpusState` has it."""
-
-    @property
-    def posts(self) -> int: ...
-    @property
-    def changes(self) -> int: ...
-    @property
-    def mark(self) -> Mark: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What the ranker keeps anyway and a scrape reads. `model` holds the labels of `model_info`; None while nothing serves."""
@@ -83,7 +75,7 @@ class Snapshot:
     device_memory_bytes: int | None
     engine_steps_down: int | None
     searches_waiting: int
-    corpus: CorpusFigures | None
+    corpus: CorpusState | None
     milestone: Mark | None
     feed_lag_seconds: float | None
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from msgspec.json import Decoder
 from app import schema, tensors
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.features import CheckedRequest, check, context_of
+from app.settings import Limits
 from app.vocabulary import Vocabulary
 from loadtest.generate.tensors import Inference, inference_of, masked
 from tests.support import strategies
@@ -31,15 +31,15 @@ from weights.text_ids import text_id
 MANIFEST = fake_model(FakeEngine()).checkpoint.manifest
 TEXTS = fake_model(FakeEngine(), ids="text").checkpoint.manifest
 WORDS = Vocabulary.of(MANIFEST)
-LIMITS = SimpleNamespace(max_values=30_000, max_candidates=4096, max_history=2048, max_excluded=10)
+LIMITS = Limits()
 RANK = Decoder(schema.RankRequest)
 ASKED = inference_of(GOOD, ACTIONS)
 
 
-def read(asked: Inference, *, binary: bool = True, limits: schema.RequestLimits = LIMITS) -> CheckedRequest:
+def read(asked: Inference, *, binary: bool = True, limits: Limits = LIMITS) -> CheckedRequest:
     body, headers = asked.body(binary=binary)
     given = tensors.read(body, next(iter(headers.values()), None), limits)
-    return tensors.check(given, WORDS, CONFIG, "")
+    return tensors.check(given, WORDS, CONFIG)
 
 
 def parsed(body: bytes | dict[str, Any], length: int | str | None = None) -> tensors.TensorRequest:
@@ -108,13 +108,13 @@ def test_ids_may_be_texts(binary: bool) -> None:
         given: dict[str, Any] = {"parameters": {"binary_data_size": len(raw)}} if binary else {"data": texts}
         inputs.append({"name": name, "datatype": "BYTES", "shape": [len(texts)], **given})
     text = orjson.dumps({"inputs": inputs})
-    found = tensors.check(parsed(text + data, len(text) if binary else None), Vocabulary.of(TEXTS), CONFIG, "")
+    found = tensors.check(parsed(text + data, len(text) if binary else None), Vocabulary.of(TEXTS), CONFIG)
     assert found.context.user_id == text_id("u:é")  # type: ignore[union-attr]
     assert found.post_ids == ["a,b", "c"]
     assert found.candidates.post_ids.tolist() == [text_id("a,b"), text_id("c")]
     bad = text.replace(b'"shape":[2]', b'"shape":[3]')
     with pytest.raises(InvalidRequest):
-        tensors.check(parsed(bad + data, len(bad) if binary else None), Vocabulary.of(TEXTS), CONFIG, "")
+        tensors.check(parsed(bad + data, len(bad) if binary else None), Vocabulary.of(TEXTS), CONFIG)
 
 
 def test_a_text_that_is_no_id_is_told_as_its_tensor() -> None:
@@ -122,7 +122,7 @@ def test_a_text_that_is_no_id_is_told_as_its_tensor() -> None:
     authors = posts | {"name": "candidates.author_id", "data": ["a", "b"]}
     asked = parsed({"inputs": [USER | {"datatype": "BYTES", "data": ["u"]}, posts, authors]})
     with pytest.raises(InvalidRequest, match=r"candidates.post_id\[1\]: must be a text"):
-        tensors.check(asked, Vocabulary.of(TEXTS), CONFIG, "")
+        tensors.check(asked, Vocabulary.of(TEXTS), CONFIG)
 
 
 Change = Callable[[Inference], Any]
@@ -195,7 +195,7 @@ def test_no_candidates_is_no_request() -> None:
 def test_shapes_say_how_long_a_request_is() -> None:
     for limit in ("max_candidates", "max_history"):
         with pytest.raises(TooLarge):
-            read(ASKED, limits=SimpleNamespace(**vars(LIMITS) | {limit: 2}))
+            read(ASKED, limits=Limits(**{limit: 2}))
 
 
 @pytest.mark.parametrize("shape", [[2**62, 0], [2**63 - 1, 1]])
@@ -211,7 +211,7 @@ def test_a_shape_beyond_memory_is_invalid(shape: list[int], actions: str, dataty
     header["parameters"] = {"actions": actions}
     text = orjson.dumps(header)
     with pytest.raises(InvalidRequest):
-        tensors.check(parsed(text, len(text) if binary else None), WORDS, CONFIG, "")
+        tensors.check(parsed(text, len(text) if binary else None), WORDS, CONFIG)
 
 
 @pytest.mark.parametrize("kind", ["u8", "f4"])
@@ -243,7 +243,7 @@ def test_no_odd_request_is_a_fault(body: dict[str, Any], rest: bytes, has_length
     text = json.dumps(body).encode()
     with suppress(ServiceError):
         given = tensors.read(text + rest if has_length else text, str(len(text)) if has_length else None, LIMITS)
-        tensors.check(given, WORDS, CONFIG, "")
+        tensors.check(given, WORDS, CONFIG)
 
 
 # what other servers of the protocol pass over
@@ -285,7 +285,7 @@ PASSED_OVER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("body", PASSED_OVER.values(), ids=PASSED_OVER.keys())
 def test_what_other_servers_pass_over_is_passed_over(body: dict[str, Any]) -> None:
-    assert told(tensors.check(parsed(body), WORDS, CONFIG, "")) == told(read(ASKED, binary=False))
+    assert told(tensors.check(parsed(body), WORDS, CONFIG)) == told(read(ASKED, binary=False))
 
 
 def test_a_history_without_items_may_have_no_data() -> None:
@@ -302,7 +302,7 @@ def test_a_history_without_items_may_have_no_data() -> None:
     ]
     inputs = [given for given in HEADER["inputs"] if not given["name"].startswith("history.")]
     text = orjson.dumps(changed(inputs=[*inputs, *empty]))
-    assert len(tensors.check(parsed(text, len(text)), WORDS, CONFIG, "").context) == 0
+    assert len(tensors.check(parsed(text, len(text)), WORDS, CONFIG).context) == 0
 
 
 def test_outputs_are_those_that_are_wanted_each_in_its_form() -> None:
@@ -370,5 +370,5 @@ def test_no_number_of_tensors_takes_long_to_refuse(last: bytes) -> None:
 def test_a_wrong_value_in_json_data_is_told_as_its_tensor(data: Any) -> None:
     inputs = [USER | {"data": data}, *(given for given in HEADER["inputs"] if given["name"] != "user_id")]
     with pytest.raises(InvalidRequest) as caught:
-        tensors.check(parsed(changed(inputs=inputs)), WORDS, CONFIG, "")
+        tensors.check(parsed(changed(inputs=inputs)), WORDS, CONFIG)
     assert caught.value.problems[0].field == "user_id"

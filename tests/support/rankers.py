@@ -31,9 +31,7 @@ def create(
     """A ranker that has not begun to load this engine, by default a `FakeEngine`. `groups` are of its settings; with `retrieval` it loads
     that corpus."""
     settings = Settings(**groups)
-    if load_corpus is None and settings.retrieval.corpus is not None:
-        load_corpus = corpus_loader(settings)
-    load = load or fake_loader(engine or FakeEngine())
+    load, load_corpus = load or fake_loader(engine or FakeEngine()), load_corpus or corpus_loader(settings)
     return LocalService(settings, Metrics(), load=load, load_corpus=load_corpus, clock=clock)
 
 
@@ -94,8 +92,10 @@ async def rank(
     deadline: float | None = None,
     key: str | None = None,
 ) -> Ranked:
-    """`fake_request(user)` through admission and the engine."""
+    """`fake_request(user)` through admission and the engine, by default with the deadline of the settings."""
     context, posts = fake_request(user, candidates, history)
+    if deadline is None:
+        deadline = ranker.clock() + ranker.settings.deadline.default_seconds
     with ranker.admit(ranker.model(), PlaceRequest(candidates, history, deadline, key)) as job:
         return await ranker.rank(job, context, posts)
 

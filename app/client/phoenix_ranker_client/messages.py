@@ -196,7 +196,7 @@ class Explained:
 @dataclass(frozen=True, slots=True)
 class Explanation(Reply):
     """The reply to one `explain` call, in the order asked. `events`: `place` and `post_id` of the history items that were left out one at
-    a time."""
+    a time. `context`, `warnings`: as in `Ranking`."""
 
     ROWS = "candidates", Explained
     model_name: str
@@ -208,6 +208,7 @@ class Explanation(Reply):
     history_dropped: int
     timings_ms: dict[str, float]
     context: str = ""
+    warnings: Sequence[str] = ()
     request_id: str = ""
 
 
@@ -226,7 +227,8 @@ class RetrievedPost:
 
 @dataclass(frozen=True, slots=True)
 class Retrieval(Reply):
-    """The best posts, best first. `visible`: posts left by all filters but `min_score`; `corpus`: `name`, `version`, `posts`, `changes`."""
+    """The best posts, best first. `visible`: posts left by all filters but `min_score`; `corpus`: `name`, `version`, `posts`, `changes`,
+    `sequence`. `context`: the handle that the request named, else empty."""
 
     ROWS = "posts", RetrievedPost
     model_name: str
@@ -234,7 +236,10 @@ class Retrieval(Reply):
     corpus: dict[str, Any]
     posts: list[RetrievedPost]
     visible: int
+    history_used: int
+    history_dropped: int
     timings_ms: dict[str, float]
+    context: str = ""
     request_id: str = ""
 
 
@@ -254,7 +259,8 @@ class Recommended:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation(Reply):
-    """The best posts ranked, best first. `models`: `name` and `version` of `retrieval` and `ranker`."""
+    """The best posts ranked, best first. `models`: `name` and `version` of `retrieval` and `ranker`. `corpus`: as in `Retrieval`.
+    `history_used`, `history_dropped`: of the ranking model. `context`, `warnings`: as in `Ranking`."""
 
     ROWS = "candidates", Recommended
     models: dict[str, dict[str, str]]
@@ -262,6 +268,8 @@ class Recommendation(Reply):
     actions: list[str]
     candidates: list[Recommended]
     visible: int
+    history_used: int
+    history_dropped: int
     timings_ms: dict[str, float]
     context: str = ""
     warnings: Sequence[str] = ()

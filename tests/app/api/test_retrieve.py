@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from app.interface import CorpusState
 from app.service.local import LocalService
 from app.settings import Deadline, Limits, Queue, Settings
 from model.inputs import CLOCK_SKEW_SECONDS, Context
 from model.retrieval.inputs import PostChange, PostRows
 from tests.app.api.live import head, listening, read_reply, until
 from tests.app.corpus.serving import watched
-from tests.support import corpora
+from tests.support import corpora, rankers
 from tests.support.asgi import served
 from tests.support.corpora import EVENT, asked, posts_of
 from tests.support.fakes import FakeEngine, Gate, fake_loader
@@ -63,11 +63,16 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
 
 
 def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
-    """A header names the change; both endpoints wait a moment for it, refuse then, and say which the corpus has had."""
-    with served(retrieval=corpora.setting(tmp_path), admin={"port": 0, "token_sha256": "9f" * 32}) as (
-        client,
-        _,
-    ):
+    """A header names the change; both endpoints refuse while the corpus lacks it, and say which it has had."""
+    retrieval = corpora.setting(tmp_path)
+
+    async def change() -> CorpusState:
+        rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), ["chess"])
+        admin = {"port": 0, "token_sha256": "9f" * 32}
+        async with rankers.running(retrieval=retrieval, admin=admin) as ranker:
+            return await ranker.corpus.change(PostChange(np.array([5], np.uint64), rows))
+
+    with served(retrieval=retrieval) as (client, _):
         for path in PATHS:
             refused = client.post(path, json=asked(), headers={"x-corpus-at-least": "1-2-3"})
             assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "X-Corpus-At-Least")
@@ -75,14 +80,8 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
             assert (behind.status_code, behind.json()["code"]) == (503, "corpus_behind")
             assert behind.headers["retry-after"] == "1"
             assert client.post(path, json=asked(), headers={"x-corpus-at-least": "0"}).status_code == 200
-        rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), ["chess"])
-        assert client.portal is not None
-        change = client.app.state.ranker.corpus.change
-        with ThreadPoolExecutor() as pool:
-            own = [pool.submit(client.post, path, json=asked(), headers={"x-corpus-at-least": "1"}) for path in PATHS]
-            time.sleep(0.05)  # both wait by now
-            changed = client.portal.call(change, PostChange(np.array([5], np.uint64), rows))
-            assert [each.result().status_code for each in own] == [200, 200]
+    changed = asyncio.run(change())
+    with served(retrieval=retrieval) as (client, _):
         for path in PATHS:
             reply = client.post(path, json=asked(), headers={"x-corpus-at-least": "1"})
             assert reply.status_code == 200

@@ -27,6 +27,10 @@ async def part(place: str) -> str:
     return place
 
 
+async def nothing() -> str:
+    return ""
+
+
 async def generated(request: Request) -> AsyncIterator[str]:
     yield "text"
 
@@ -43,6 +47,7 @@ async def with_websocket(websocket: WebSocket) -> Response: ...
 async def with_scopes(scopes: SecurityScopes) -> Response: ...
 async def with_dependency_on_path(text: Annotated[str, Depends(part)]) -> Response: ...
 async def with_nested(text: Annotated[str, Depends(nested)]) -> Response: ...
+async def with_dependency_on_nothing(text: Annotated[str, Depends(nothing)]) -> Response: ...
 async def with_generator(text: Annotated[str, Depends(generated)]) -> Response: ...
 async def with_dictionary() -> dict[str, int]: ...
 async def with_number(place: int) -> Response: ...
@@ -50,8 +55,8 @@ def with_thread() -> Response: ...
 
 
 REFUSED = [with_query, with_query_of_a_name, with_header, with_cookie, with_body, with_tasks, with_response, with_connection,
-           with_websocket, with_scopes, with_dependency_on_path, with_nested, with_generator, with_dictionary, with_number,
-           with_thread]  # fmt: skip
+           with_websocket, with_scopes, with_dependency_on_path, with_nested, with_dependency_on_nothing, with_generator, with_dictionary,
+           with_number, with_thread]  # fmt: skip
 
 
 @pytest.mark.parametrize("endpoint", REFUSED, ids=lambda endpoint: endpoint.__name__)

@@ -17,7 +17,7 @@ import time
 from collections import UserDict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from email.message import Message
@@ -49,6 +49,9 @@ from phoenix_ranker_client import (
     UnexpectedReply,
     routing_key,
 )
+from phoenix_ranker_client.messages import Explanation, Recommendation, Retrieval
+
+from app.schema import replies
 
 CANDIDATES = [Candidate("90", 7, 1, 1779990000), Candidate(2**64 - 1, 5)]
 HISTORY = [Event(17, 5, ["favorite"], 3, 12.5), Event(18, 6, {"reply": 0.5})]
@@ -272,6 +275,7 @@ def test_a_context_goes_by_its_handle_or_whole(start: Start) -> None:
 @pytest.mark.parametrize(("at_least", "sent"), [(12, "12"), ("12-0", "12-0"), (b"12-0", "12-0")])
 def test_a_replica_that_is_behind_is_asked_again(start: Start, at_least: int | str | bytes, sent: str) -> None:
     posts = {"model": GOOD["model"], "corpus": {}, "posts": [], "visible": 0, "timings_ms": {}}
+    posts |= {"history_used": 0, "history_dropped": 0}
     script = start(refusal(503, "corpus_behind", **{"retry-after": "0"}), Reply(200, orjson.dumps(posts)))
     with RankerClient(script.url) as ranker:
         assert ranker.retrieve(7, HISTORY, k=5, at_least=at_least).posts == []
@@ -416,8 +420,26 @@ def test_a_context_of_another_service_is_no_handle(start: Start, is_async: bool)
         call()
 
 
+@pytest.mark.parametrize(
+    ("kind", "declared", "row"),
+    [
+        (Ranking, replies.RankReply, replies.RankedCandidate),
+        (Explanation, replies.ExplainReply, replies.ExplainedCandidate),
+        (Retrieval, replies.RetrieveReply, replies.RetrievedPost),
+        (Recommendation, replies.RecommendReply, replies.RecommendedPost),
+    ],
+)
+def test_the_client_has_every_field_of_a_reply(kind: Any, declared: Any, row: Any) -> None:
+    names = {*declared.__struct_fields__}
+    if "model" in names:
+        names = names - {"model"} | {"model_name", "model_version"}
+    assert {each.name for each in fields(kind)} == names
+    assert {each.name for each in fields(kind.ROWS[1])} == {*row.__struct_fields__}
+
+
 def test_a_recommendation_has_its_warnings(start: Start) -> None:
     best = {"models": {}, "corpus": {}, "actions": [], "candidates": [], "visible": 0, "timings_ms": {}}
+    best |= {"history_used": 0, "history_dropped": 0}
     script = start(Reply(content=orjson.dumps(best | {"warnings": ["All weights are 0."]})))
     with RankerClient(script.url) as ranker:
         assert ranker.recommend(7, HISTORY).warnings == ["All weights are 0."]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import tempfile
 import time
@@ -141,7 +142,7 @@ async def test_a_replaced_model_ranks_until_requests_for_it_are_too_late(tmp_pat
     made = [fake_model(FakeEngine(2), "v2"), fake_model(FakeEngine(1))]
     options: dict[str, Any] = {"load": lambda path, steps: made.pop(), "deadline": Deadline(default_seconds=6.0)}
     async with engine_process(tmp_path, **options) as process, worker(tmp_path) as ranker:
-        first, request = ranker.model(), PlaceRequest(candidates=4, history=2)
+        first, request = ranker.model(), PlaceRequest(4, 2, math.inf)
         await process.ranker.reloads.reload()
         await rankers.until(lambda: ranker.model() is not first)
         with ranker.admit(first, request) as late:
@@ -323,7 +324,7 @@ async def test_a_reserved_place_is_never_refused_and_is_freed(tmp_path: Path) ->
     gate, tight = Gate(), Queue(max_candidates=4)
     async with engine_process(tmp_path, FakeEngine(before=gate), queue=tight) as process, worker(tmp_path) as ranker:
         admission, (context, posts) = process.ranker.admission, fake_request(1)
-        request = PlaceRequest(candidates=4, history=2)
+        request = PlaceRequest(4, 2, math.inf)
         with ranker.admit(ranker.model(), request) as job:
             await ranker.reserve(job)
             assert admission.candidates == 4
@@ -355,7 +356,7 @@ async def test_a_key_that_fills_the_link_leaves_it_open_to_others(tmp_path: Path
 
     async def rank(ranker: RemoteService, key: str, count: int) -> None:
         context, posts = fake_request(1, candidates=count)
-        with ranker.admit(ranker.model(), PlaceRequest(count, len(context), key=key)) as job:
+        with ranker.admit(ranker.model(), PlaceRequest(count, len(context), math.inf, key)) as job:
             await ranker.rank(job, context, posts)
 
     @asynccontextmanager
@@ -412,7 +413,7 @@ async def test_a_worker_refuses_callers_who_leave_too_soon(tmp_path: Path) -> No
     async with engine_process(tmp_path, queue=tight), worker(tmp_path) as ranker:
         model, now = ranker.model(), ranker.clock()
         ranker.state = msgspec.structs.replace(ranker.state, outlook=Outlook(now + 1.0, 0.0, 0.1, 0.0))
-        soon, late = (PlaceRequest(8, 2, None, None, now + seconds) for seconds in (0.5, 5.0))
+        soon, late = (PlaceRequest(8, 2, math.inf, None, now + seconds) for seconds in (0.5, 5.0))
         with pytest.raises(Overloaded):
             ranker.check_open(None, soon.leaves_at)
         with pytest.raises(Overloaded), ranker.admit(model, soon):
@@ -420,7 +421,7 @@ async def test_a_worker_refuses_callers_who_leave_too_soon(tmp_path: Path) -> No
         said = PlaceRequest(8, 2, soon.leaves_at)
         with pytest.raises(DeadlineExceeded, match="on arrival"), ranker.admit(model, said):
             pass
-        for request in (late, PlaceRequest(8, 2, None, None)):
+        for request in (late, PlaceRequest(8, 2, math.inf)):
             ranker.check_open(None, request.leaves_at)
             with ranker.admit(model, request):
                 pass

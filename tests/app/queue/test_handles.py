@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,7 @@ def query(handle: str, *, excludes_history: bool = False) -> Query:
 async def kept(ranker: LocalService, context: Context) -> str:
     """The handle of this context, once it has been ranked."""
     _, posts = fake_request(1, 1)
-    with ranker.admit(ranker.model(), PlaceRequest(candidates=1, history=len(context), key="feed")) as job:
+    with ranker.admit(ranker.model(), PlaceRequest(1, len(context), math.inf, "feed")) as job:
         return (await ranker.rank(job, context, posts)).handle
 
 
@@ -45,7 +46,7 @@ def found(context: Context, read_by: Any, **asked: bool) -> Query:
 
     async def main() -> Query:
         async with running() as ranker:
-            return ranker.contexts.query(query(await kept(ranker, context), **asked), read_by, "feed")
+            return ranker.handles.query(query(await kept(ranker, context), **asked), read_by, "feed")
 
     return asyncio.run(main())
 

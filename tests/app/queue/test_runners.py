@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -206,5 +207,5 @@ async def test_the_native_engine_gives_the_same_bits_either_way(native: LoadedMo
 
 async def native_rank(ranker: LocalService, user: int, count: int = 4) -> Scores:
     context, candidates = random_request(ranker.model().manifest.config, 9, count, seed=user)
-    with ranker.admit(ranker.model(), PlaceRequest(candidates=count, history=9)) as job:
+    with ranker.admit(ranker.model(), PlaceRequest(count, 9, math.inf)) as job:
         return (await ranker.rank(job, context, candidates)).scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -22,7 +23,8 @@ from starlette.testclient import TestClient
 
 from app.served.parts import Part, remove_old
 from app.service.local import LocalService
-from app.settings import Served
+from app.settings import Logs, Served
+from app.telemetry.logs import configure
 from loadtest.generate.tensors import inference_of, masked
 from model.engine import Item
 from tests.app.api.live import until
@@ -30,6 +32,7 @@ from tests.support import corpora
 from tests.support.asgi import served
 from tests.support.bodies import good
 from tests.support.fakes import ACTIONS, FakeEngine, fake_loader
+from tests.support.log_lines import logs_as_before
 from tests.support.parts import bits, by_name, rankings_of
 from tests.support.rankers import figure
 from weights.served import PARTS, ServedRanking, schema
@@ -128,6 +131,23 @@ def test_each_endpoint_logs_what_its_engine_was_given(tmp_path: Path) -> None:
     assert (len(rows["handle"].context), rows["handle"].context.dropped) == (16, 5)
     assert len(rows["none"].context) == 0
     assert rows["found"].created_at.any()
+
+
+def test_the_log_and_the_access_line_name_the_same_route(tmp_path: Path) -> None:
+    lines, retrieval = io.StringIO(), corpora.setting(tmp_path / "retrieval")
+    with logs_as_before(), logging(tmp_path / "log", retrieval=retrieval) as (client, _):
+        configure(Logs(format="json"), lines)
+        for path in ("/rank", "/rank/fake", "/rank/fake@v1"):
+            post(client, path, good(request_id=path))
+        post(client, "/rank/batch", [good(request_id="first")], **{"X-Request-ID": "batch"})
+        post(client, "/recommend", corpora.asked(k=20, request_id="found"))
+        for path in (INFER, "/v2/models/fake/versions/v1/infer"):
+            body, headers = replace(inference_of(good(), ACTIONS), request_id=path).body(binary=True)
+            assert client.post(path, content=body, headers=headers).status_code == 200
+    said = [json.loads(line) for line in lines.getvalue().splitlines()]
+    routes = {line["request_id"]: line["route"] for line in said if line["event"] == "request"}
+    routes["first"] = routes.pop("batch")
+    assert {name: row.endpoint for name, row in by_name(tmp_path / "log").items()} == routes
 
 
 def test_text_ids_are_logged_as_the_model_reads_them(tmp_path: Path) -> None:

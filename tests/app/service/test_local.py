@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -224,7 +225,7 @@ async def test_nothing_is_admitted_before_loading_or_while_draining() -> None:
     assert await ranker.stop(1.0)
     for ask in (
         lambda: ranker.check_open(None),
-        lambda: ranker.admit(model, PlaceRequest(candidates=1, history=0)),
+        lambda: ranker.admit(model, PlaceRequest(1, 0, math.inf)),
     ):
         with pytest.raises(Draining) as late:
             ask()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import os
 import shutil
 import threading
@@ -70,7 +71,7 @@ async def test_the_old_engine_is_freed_after_its_last_request(root: Path) -> Non
         first = ranker.model()
         early = [asyncio.create_task(rank(ranker, user)) for user in (1, 2, 3)]
         await asyncio.to_thread(gate.entered.wait, 10)
-        with ranker.admit(first, PlaceRequest(candidates=4, history=2)) as job:
+        with ranker.admit(first, PlaceRequest(4, 2, math.inf)) as job:
             await ranker.reloads.reload()
             assert is_right((await rank(ranker, 4)).scores, 4, version=2)
             gate.opened.set()
@@ -81,7 +82,7 @@ async def test_the_old_engine_is_freed_after_its_last_request(root: Path) -> Non
             assert is_right((await ranker.rank(job, *fake_request(5))).scores, 5)
         assert await asyncio.to_thread(old.closed.wait, 2)
         with pytest.raises(NotReady):
-            ranker.admit(first, PlaceRequest(candidates=1, history=0))
+            ranker.admit(first, PlaceRequest(1, 0, math.inf))
         assert figure(ranker, 'ranker_context_cache_lookups_total{result="miss"}') == 5  # no count runs backwards
 
 
@@ -99,7 +100,7 @@ async def test_a_replaced_native_engine_is_freed_without_the_collector() -> None
         gc.disable()
         model = ranker.model()
         context, candidates = random_request(model.manifest.config, 5, 64)
-        with ranker.admit(model, PlaceRequest(candidates=64, history=5)) as job:
+        with ranker.admit(model, PlaceRequest(64, 5, math.inf)) as job:
             assert (await ranker.rank(job, context, candidates)).scores.is_finite()
         del model, job
         assert engines[0]() is not None
