@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from model.bounds import LARGEST
 from model.inputs import NO_CODES
-from weights.lab.training.contexts import ACTION_PREFIX, IMPRESSIONS, ServedContexts, open_contexts, read_contexts
+from weights.lab.training.contexts import ACTION_PREFIX, ServedContexts, open_contexts, read_contexts
 from weights.lab.training.texts import Texts
 from weights.progress import Update
 from weights.table_files import CODES, Table, has_directory, open_table, place_of
@@ -37,6 +37,7 @@ from weights.tables import (
     texts_of,
 )
 from weights.text_ids import IdKind
+from weights.turns import IMPRESSIONS
 from weights.values import (
     action_name_problem,
     problem_of_codes,
