@@ -69,6 +69,7 @@ OPTIONAL_CHECKS: dict[str, Check] = {
     "propensity": problem_of_propensities,
     "weight": problem_of_weights,
 }
+NO_IMPRESSIONS = "{} holds no impressions: it needs one row for each post that was shown to a user"
 ID_COLUMNS = ("user_id", "post_id", "author_id")
 IN_MEMORY_ROWS = 5_000_000
 """The largest log that is read into memory, about 2 GB with nineteen actions."""
@@ -287,7 +288,7 @@ def log_of(
     """
     names = action_names(table.schema, where)
     if not len(table):
-        raise TableError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
+        raise TableError(NO_IMPRESSIONS.format(where))
     place = place or (lambda row: f"{where}, row {row + 1}")
     columns, texts = checked_columns(table, where, ids, surfaces, place)
     unknown = columns.pop("unknown")
