@@ -8,8 +8,8 @@ arrays of `model.inputs.Context` and `model.inputs.Candidates`, so a new input o
 more than one axis is flattened row by row; the sizes of its other axes, in the first row, are in the metadata of its field, under `SIZES`.
 A matrix may have another width in another row: the number of its values divided by the number of events or candidates.
 
-A part of an earlier version may lack a column that may be null: it is read as null in every row. So a new column must be nullable; any
-other change of the columns is another format.
+A part of an earlier version may lack a column that may be null: it is read as null in every row. So a new column must be one that may be
+null.
 
 Needs pyarrow, which is imported when a function here is called.
 """
@@ -436,9 +436,10 @@ def with_later_columns(rows: pa.RecordBatch, stored: pa.Schema) -> pa.RecordBatc
     """Rows of a part with a column of nulls for each of `COLUMNS` that is not in `stored`, the schema of the part."""
     import pyarrow as pa
 
-    later = [column for column in schema() if column.name not in stored.names]
-    columns = [*rows.columns, *[pa.nulls(len(rows), column.type) for column in later]]
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema([*rows.schema, *later]))
+    for column in schema():
+        if column.name not in stored.names:
+            rows = rows.append_column(column, pa.nulls(len(rows), column.type))
+    return rows
 
 
 def check_format(path: Path, stored: pa.Schema) -> None:

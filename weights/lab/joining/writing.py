@@ -49,7 +49,7 @@ ORDER BY part, place
 
 
 class Parts:
-    """Parquet files `part-00000.parquet …` of a directory, which it makes, each of about PART_ROWS rows. A context manager."""
+    """Parquet files `part-00000.parquet …` of a directory, which it makes, each of about `part_rows` rows. A context manager."""
 
     def __init__(self, directory: Path, part_rows: int = PART_ROWS) -> None:
         directory.mkdir()
