@@ -33,13 +33,13 @@ from weights.values import (
     id_problem,
     problem_of_actions,
     score_weight_problem,
+    surface_problem,
     time_problem,
 )
 
 NO_ACTION = "must name an action of this checkpoint, or be the decimal string of its index"
 NAMED_TWICE = "names an action twice, by name or by index"
 NO_MASK = "must be a mask without bits beyond those of the {} actions"
-NO_SURFACE = "must be a surface of this checkpoint, an integer between 0 and {}"
 
 
 @dataclass(slots=True)
@@ -257,12 +257,8 @@ class _Posts:
 
     def surfaces(self, vocabulary: Vocabulary) -> NDArray[np.int64]:
         """Rows of the surfaces' table, int64 `[n]`."""
-        last = vocabulary.product_surfaces - 1
-
-        def problem_of(value: int) -> str | None:
-            return None if 0 <= value <= last else NO_SURFACE.format(last)
-
-        return self._integers("product_surface", last, problem_of)
+        surfaces = vocabulary.product_surfaces
+        return self._integers("product_surface", surfaces - 1, lambda value: surface_problem(value, surfaces))
 
     def dwell_seconds(self) -> NDArray[np.float64]:
         """Seconds, float64 `[n]`."""

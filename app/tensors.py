@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from app import DISTRIBUTION, schema
 from app.errors import InvalidRequest
-from app.features import NO_MASK, NO_SURFACE, CheckedRequest, ReplyOptions, bits_of, columns_of, ids_of
+from app.features import NO_MASK, CheckedRequest, ReplyOptions, bits_of, columns_of, ids_of
 from app.interface import Ranked
 from app.replies import Placement, names_of, rows_of
 from app.schema import NO_USER, TWO_USERS, InferParameters, InferRequest, InputTensor, WantedOutput
@@ -33,12 +33,12 @@ from model.inputs import Candidates, Context, age_bucket
 from weights.format.manifest import Manifest
 from weights.text_ids import IdKind
 from weights.values import (
-    MAX_SCORE_WEIGHT,
-    SCORE_WEIGHT_RULE,
     Problem,
     problem_of_actions,
     problem_of_codes,
     problem_of_dwells,
+    problem_of_score_weights,
+    problem_of_surfaces,
     problem_of_times,
 )
 
@@ -56,11 +56,6 @@ class Spec(NamedTuple):
     problem: Callable[[NDArray[Any]], Problem | None] = lambda values: None
 
 
-def _problem_of_weights(values: NDArray[Any]) -> Problem | None:
-    bad = ~(abs(values) <= MAX_SCORE_WEIGHT)
-    return (int(bad.argmax()), SCORE_WEIGHT_RULE) if bad.any() else None
-
-
 INPUTS: Mapping[str, Spec] = {
     "user_id": Spec("ID", "1"),
     "candidates.post_id": Spec("ID", "C"),
@@ -74,7 +69,7 @@ INPUTS: Mapping[str, Spec] = {
     "history.product_surface": Spec("INT64", "H"),
     "history.dwell_time": Spec("FP32", "H", problem_of_dwells),
     "history.codes": Spec("INT64", "HQ"),
-    "weights": Spec("FP64", "A", _problem_of_weights),
+    "weights": Spec("FP64", "A", problem_of_score_weights),
 }
 OUTPUTS: Mapping[str, Spec] = {
     "post_id": Spec("ID", "C"),
@@ -318,10 +313,9 @@ class _Reader:
 
     def surfaces(self, name: str, count: int) -> NDArray[np.int64]:
         """Rows of the surfaces' table, 0 where the tensor is missing."""
-        values, last = self.array(name, count), self.vocabulary.product_surfaces - 1
-        bad = (values < 0) | (values > last)
-        if bad.any():
-            raise InvalidRequest(f"{name}[{int(bad.argmax())}]", NO_SURFACE.format(last))
+        values = self.array(name, count)
+        if (problem := problem_of_surfaces(values, self.vocabulary.product_surfaces)) is not None:
+            raise InvalidRequest(f"{name}[{problem[0]}]", problem[1])
         return values
 
     def codes(self, name: str, count: int) -> NDArray[np.int64]:

@@ -2,6 +2,9 @@
 
 import errno
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where nothing more can be written into a file."""
+
 
 class CheckpointError(Exception):
     """A checkpoint, or the input for making one, is refused. The text is a sentence that names the file and the reason.

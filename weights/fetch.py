@@ -17,11 +17,19 @@ from weights.checkpoint import check_any
 from weights.corpus.manifest import KIND, CorpusManifest
 from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError, reason_of
-from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, kind_in
+from weights.format.manifest import (
+    EXAMPLE_NAME,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    NAMES_NAME,
+    FileEntry,
+    Manifest,
+    kind_in,
+)
 from weights.format.writer import refused_writing, remove_unfinished, sync, write_file, written_beside
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 
-ALONGSIDE = ("example.json", "names.json")  # read by the explorer's page if the checkpoint has them
+ALONGSIDE = (EXAMPLE_NAME, NAMES_NAME)
 PIECE_BYTES = 8 * 2**20
 HTTP = ("http://", "https://")
 

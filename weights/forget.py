@@ -21,14 +21,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, hold, open_part
+from weights.turns import CHECKPOINTS, CONTEXTS, IMPRESSIONS, LOGS, OUTCOME_NAME, TURNS, WORK
 
 OPEN_PARTS = f"date=*/*{OPEN_SUFFIX}"
 OWN_SUFFIX = f".forget{OPEN_SUFFIX}"  # of a part that is written again, after some hex digits
 OWN_PARTS = f"date=*/*.{'[0-9a-f]' * 8}{OWN_SUFFIX}"
-LOGS, TURNS, CHECKPOINTS, WORK, OUTCOME_NAME = "log", "turns", "checkpoints", "work", "outcome.json"
-IMPRESSIONS, CONTEXTS = "impressions", "contexts"
-"""The names below the root of the nightly turns, as `weights.lab.loop` and `weights.lab.training` have them: the service never imports
-those."""
 JOINED_SUFFIX = ".forget"  # of a file of a joined log that is written again, after some hex digits
 
 

@@ -8,6 +8,9 @@ arrays of `model.inputs.Context` and `model.inputs.Candidates`, so a new input o
 more than one axis is flattened row by row; the sizes of its other axes, in the first row, are in the metadata of its field, under `SIZES`.
 A matrix may have another width in another row: the number of its values divided by the number of events or candidates.
 
+A part of an earlier version may lack a column that may be null: it is read as null in every row. So a new column must be one that may be
+null.
+
 Needs pyarrow, which is imported when a function here is called.
 """
 
@@ -119,6 +122,8 @@ COLUMNS: Mapping[str, Column] = {
 """The columns of a part, in their order."""
 INPUTS: Mapping[str, type] = {"history": Context, "candidates": Candidates}
 """The columns that hold one list for each array of a class of the model's inputs."""
+REQUIRED = {name for name, column in COLUMNS.items() if name in INPUTS or not column.is_nullable}
+"""The columns that every part has."""
 
 
 @cache
@@ -417,7 +422,8 @@ def read_part(path: Path) -> Iterator[ServedRanking]:
     histories: dict[str, pa.StructScalar] = {}  # by context_id
     with open_part(path) as part:
         sizes = _stored_sizes(part.schema_arrow)
-        for batch in part.iter_batches(READ_ROWS):
+        for piece in part.iter_batches(READ_ROWS):
+            batch = with_later_columns(piece, part.schema_arrow)
             for place in range(len(batch)):
                 row = {name: batch.column(name)[place] for name in COLUMNS}
                 if row["history"].is_valid:
@@ -426,10 +432,20 @@ def read_part(path: Path) -> Iterator[ServedRanking]:
                 yield _ranking(row, sizes)
 
 
+def with_later_columns(rows: pa.RecordBatch, stored: pa.Schema) -> pa.RecordBatch:
+    """Rows of a part with a column of nulls for each of `COLUMNS` that is not in `stored`, the schema of the part."""
+    import pyarrow as pa
+
+    for column in schema():
+        if column.name not in stored.names:
+            rows = rows.append_column(column, pa.nulls(len(rows), column.type))
+    return rows
+
+
 def check_format(path: Path, stored: pa.Schema) -> None:
     """Raise ValueError unless this is the schema of a part of this format."""
     number = (stored.metadata or {}).get(FORMAT_KEY.encode())
-    if number is None or not {*COLUMNS} <= {*stored.names}:
+    if number is None or not {*stored.names} >= REQUIRED:
         raise ValueError(f"{path} is no part of a log of what was served")
     if number != FORMAT.encode():
         raise ValueError(

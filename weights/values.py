@@ -1,4 +1,4 @@
-"""Says what a time, an id, an action's value, a dwell and a score weight may be. Whoever reads files, feeds or requests asks here.
+"""Says what times, ids, surfaces, dwells, values of actions and score weights may be. Whoever reads files, feeds or requests asks here.
 
 A check returns what is wrong, or None. `..._problem(value)` judges one value as JSON gives it; `problem_of_...(column)` judges a numpy
 column `[n]` and returns the first bad row with its sentence. No sentence repeats the value, so each is safe to show to anybody, and each
@@ -31,6 +31,7 @@ DWELL_RULE = "must be seconds, a finite number of at least 0 (0: unknown)"
 ACTION_NAME_RULE = "must be letters, digits and underscores, a letter first, at most 64"
 ACTION_VALUE_RULE = f"must be a number between 0 and {MAX_ACTION_VALUE:g}"
 SCORE_WEIGHT_RULE = f"must be a number between {-MAX_SCORE_WEIGHT:g} and {MAX_SCORE_WEIGHT:g}"
+SURFACE_RULE = "must be an integer between 0 and {}"
 CODES_RULE = f"must be a list of at most {MAX_CODE_LEVELS} content codes, integers between 0 (none) and {MAX_CODE}"
 FLAG_RULE = "must be true or false, or 1 or 0"
 ID_RULE = "must be an unsigned 64-bit integer, as an integer or a decimal string without leading zeros"
@@ -63,11 +64,6 @@ def dwell_problem(value: Any) -> str | None:
     return None if _is_number(value) and value >= 0 else DWELL_RULE
 
 
-def action_problem(value: Any) -> str | None:
-    """What is wrong with the value of an action: 1 for taken, 0 for not taken, or how much of it."""
-    return None if _is_number(value) and 0 <= value <= MAX_ACTION_VALUE else ACTION_VALUE_RULE
-
-
 def action_name_problem(value: Any) -> str | None:
     """What is wrong with the name of an action or of a continuous output."""
     return None if type(value) is str and _ACTION_NAME.fullmatch(value) else ACTION_NAME_RULE
@@ -78,6 +74,11 @@ def score_weight_problem(value: Any) -> str | None:
     return None if _is_number(value) and abs(value) <= MAX_SCORE_WEIGHT else SCORE_WEIGHT_RULE
 
 
+def surface_problem(value: Any, surfaces: int) -> str | None:
+    """What is wrong with a product surface, for a model that knows this many."""
+    return None if type(value) is int and 0 <= value < surfaces else SURFACE_RULE.format(surfaces - 1)
+
+
 def id_problem(value: Any, kind: IdKind = "uint64") -> str | None:
     """What is wrong with the id of a user, post or author as JSON has it. 0 passes: an anonymous user, an unknown author, padding."""
     if kind == "text":
@@ -86,11 +87,6 @@ def id_problem(value: Any, kind: IdKind = "uint64") -> str | None:
         is_decimal = value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_ID))
         value = int(value) if is_decimal and (value == "0" or value[0] != "0") else None
     return None if type(value) is int and 0 <= value <= MAX_ID else ID_RULE
-
-
-def stored_id_problem(value: Any, kind: IdKind = "uint64") -> str | None:
-    """`id_problem` for a post of a corpus or a row of a log, where 0 is refused: padding is no post."""
-    return id_problem(value, kind) or (ZERO_ID_RULE if value in (0, "0") and kind == "uint64" else None)
 
 
 def codes_rule(levels: int, values: int) -> str:
@@ -133,16 +129,23 @@ def problem_of_dwells(column: NDArray[Any]) -> Problem | None:
 
 
 def problem_of_surfaces(column: NDArray[np.int64], surfaces: int) -> Problem | None:
-    """What is wrong with a column of product surfaces, for a model that knows this many."""
+    """`surface_problem` of a column of integers."""
     row = _first((column < 0) | (column >= surfaces))
-    return None if row is None else (row, f"must be an integer between 0 and {surfaces - 1}")
+    return None if row is None else (row, SURFACE_RULE.format(surfaces - 1))
 
 
 def problem_of_actions(column: NDArray[Any]) -> Problem | None:
-    """`action_problem` of a column of numbers or booleans, `[n]` or `[n, A]`."""
+    """What is wrong with a column of values of actions, numbers or booleans, `[n]` or `[n, A]`: 1 for taken, 0 for not taken, or how much
+    of it."""
     bad = ~((column >= 0) & (column <= MAX_ACTION_VALUE))
     row = _first(bad if bad.ndim == 1 else bad.any(axis=1))
     return None if row is None else (row, ACTION_VALUE_RULE)
+
+
+def problem_of_score_weights(column: NDArray[np.float64]) -> Problem | None:
+    """`score_weight_problem` of a column of numbers."""
+    row = _first(~(abs(column) <= MAX_SCORE_WEIGHT))
+    return None if row is None else (row, SCORE_WEIGHT_RULE)
 
 
 def problem_of_positions(column: NDArray[np.int64]) -> Problem | None:
@@ -174,7 +177,7 @@ def problem_of_flags(column: NDArray[Any]) -> Problem | None:
 
 
 def problem_of_stored_ids(column: NDArray[np.uint64]) -> Problem | None:
-    """`stored_id_problem` of a column of uint64, which holds nothing but ids: only 0 can be wrong. No text has the hash 0."""
+    """What is wrong with ids of a corpus or a log, uint64: 0, which is padding and no post. No text has the hash 0."""
     row = _first(column == 0)
     return None if row is None else (row, ZERO_ID_RULE)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.weights.call import call
 from tests.weights.small import sign, write_small
 from weights.checkpoint import load_checkpoint, load_manifest
 from weights.errors import CheckpointError
@@ -212,6 +213,8 @@ def test_a_damaged_checkpoint_is_refused_with_file_and_reason(small: Path, damag
     assert str(small) in said
     assert said.endswith(".")
     assert said.isprintable()
+    verified = call("verify", small)
+    assert (verified.exit_code, verified.output.strip().endswith(said)) == (1, True)
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -189,6 +189,24 @@ def test_every_array_of_the_inputs_has_a_column() -> None:
     assert schema().names == [*COLUMNS]
 
 
+def test_a_part_from_before_a_column_has_none_in_its_place(tmp_path: Path) -> None:
+    later = [name for name, column in COLUMNS.items() if column.is_nullable and name != "history"]
+    rows = [ranking(1), ranking(2)]
+    write(tmp_path / "part.parquet", rows)
+    pq.write_table(pq.read_table(tmp_path / "part.parquet").drop_columns(later), tmp_path / "part.parquet")
+    for row, back in zip(rows, read_part(tmp_path / "part.parquet"), strict=True):
+        for name in row.__struct_fields__:
+            assert bits(getattr(back, name)) == (None if name in later else bits(getattr(row, name))), name
+
+
+@pytest.mark.parametrize("name", ["scores", "history"])
+def test_a_file_without_a_column_that_parts_have_is_no_part(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "part.parquet", [ranking(1)])
+    pq.write_table(pq.read_table(tmp_path / "part.parquet").drop_columns(name), tmp_path / "part.parquet")
+    with pytest.raises(ValueError, match=r"part\.parquet is no part of a log of what was served"):
+        list(read_part(tmp_path / "part.parquet"))
+
+
 def test_a_foreign_file_is_refused_with_its_name(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.parquet"
     pq.write_table(pa.table({"request_id": ["a"]}), foreign)

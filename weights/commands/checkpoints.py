@@ -116,9 +116,9 @@ def verify(directory: Directory) -> None:
     """Read every byte and check the manifest, digests and tensors, and that all numbers are finite. Exits with 1 if anything is wrong."""
     started = time.perf_counter()
     with refusals(), progress_bar(in_bytes=True) as bar:
-        from weights.checkpoint import load_any
+        from weights.checkpoint import check_any
 
-        manifest = load_any(directory, partial(bar, "Verifying")).manifest
+        manifest = check_any(directory, partial(bar, "Verifying"))
     size = sum(entry.bytes for entry in manifest.files.values())
     say(
         f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "

@@ -25,6 +25,8 @@ TableDtype = Literal["float32", "bfloat16"]
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+EXAMPLE_NAME, NAMES_NAME = "example.json", "names.json"
+"""What a checkpoint's directory may hold beside its files: a request, and names behind its ids, which the page of a server shows."""
 MAX_OFFSET, MAX_SLOPE = 100, 100
 """Bounds of a calibration: a logit of 100 is a probability of 1 in float32."""
 MAX_MANIFEST_BYTES = 16 * 2**20

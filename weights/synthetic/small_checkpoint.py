@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from weights.actions import DWELL_TIME, STANDARD_ACTIONS, default_score_weights
-from weights.format.manifest import Manifest
+from weights.format.manifest import EXAMPLE_NAME, Manifest
 from weights.format.writer import Labels, write_checkpoint
 from weights.synthetic.random_weights import mini_config, random_pieces
 from weights.text_ids import IdKind
@@ -52,6 +52,6 @@ def write_small_checkpoint(path: Path, seed: int, *, ids: IdKind = "uint64", rep
         random_pieces(config, seed),
         labels,
         table_dtype="bfloat16",
-        extras={"example.json": (json.dumps(example_request(seed, ids=ids), indent=1) + "\n").encode()},
+        extras={EXAMPLE_NAME: (json.dumps(example_request(seed, ids=ids), indent=1) + "\n").encode()},
         replace=replace,
     )

@@ -33,7 +33,7 @@ from weights.lab.joining.join import JoinSettings, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
 from weights.lab.training.log import Log, read_log, time_words  # noqa: E402
 from weights.lab.training.log_facts import facts  # noqa: E402
-from weights.served import read_part  # noqa: E402
+from weights.served import COLUMNS, read_part  # noqa: E402
 from weights.tables import TableError  # noqa: E402
 from weights.text_ids import text_id  # noqa: E402
 
@@ -122,6 +122,24 @@ def test_a_post_seen_too_late_for_its_window_trains_nothing(served: Path) -> Non
     log, _ = joined(served, events, "later", window_seconds=3600, until_ts=T0 + 6600)
     assert log.post_id.tolist() == [101, 102, 103, 201]
     assert taken(log, "favorite") == [101, 102]
+
+
+def test_a_part_from_before_a_column_joins_also_when_rewritten(served: Path) -> None:
+    """A column that may be null can be newer than a part, and `served forget` leaves a part the columns that it has."""
+    events, path = [event(1, 0, "favorite"), event(8, 0, "favorite")], served / "date=2026-06-01/a.parquet"
+    whole, _ = joined(served, events)
+    table = pq.read_table(path, partitioning=None)
+    later = [name for name, column in COLUMNS.items() if column.is_nullable and name != "history"]
+    pq.write_table(table.drop_columns(later), path)
+    log, counts = joined(served, events, "earlier")
+    assert (counts.parts, counts.foreign_files) == (2, [])
+    assert log.post_id.tolist() == whole.post_id.tolist()
+    assert taken(log, "favorite") == [101, 801]
+    said = call("served", "forget", served, "--user", table["user_id"][0]).output
+    assert "2 rankings removed; of 2 parts 2 were written again" in said
+    log, counts = joined(served, events, "rewritten")
+    assert (counts.parts, counts.rankings) == (2, RANKINGS - 2)
+    assert taken(log, "favorite") == [101, 801]
 
 
 def test_what_was_not_shown_trains_nothing(served: Path) -> None:

@@ -29,7 +29,7 @@ from weights.commands.console import (
     show,
 )
 from weights.errors import CheckpointError
-from weights.format.manifest import ActionCalibration, ContinuousOutput, Manifest
+from weights.format.manifest import EXAMPLE_NAME, NAMES_NAME, ActionCalibration, ContinuousOutput, Manifest
 from weights.lab.commands.options import (
     REFUSED,
     TABLES,
@@ -380,7 +380,7 @@ def example(
     """Write the example request and the names that the page of a running server shows, from the log. Then reload the page."""
     with refusals(*REFUSED), naming(log):
         from weights.checkpoint import check_ranks, load_manifest
-        from weights.lab.training.page_example import EXAMPLE_NAME, NAMES_NAME, write_example
+        from weights.lab.training.page_example import write_example
 
         manifest = load_manifest(checkpoint)
         check_ranks(checkpoint, manifest)

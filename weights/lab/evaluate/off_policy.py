@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from model.ranker import Ranker
 from model.ranking import Calibration
 from weights.lab.evaluate.evaluation import known_worth
-from weights.lab.evaluate.metrics import LEAST_USERS, Figure
+from weights.lab.evaluate.metrics import INTERVAL, LEAST_USERS, Figure
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
@@ -31,7 +31,6 @@ from weights.tables import TableError
 Floats = NDArray[np.float64]
 RESAMPLES, SEED = 300, 1
 WHOLE = 0.999  # propensity of the last place of a whole ranking, but for rounding
-INTERVAL = (2.5, 97.5)  # percent
 NO_PROPENSITIES = "the log has no propensities: it was served without exploration, so it cannot say what another order would have earned"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import duckdb
 
 from model.inputs import CLOCK_SKEW_SECONDS
+from weights.errors import FULL
 from weights.format.writer import written_beside
 from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.joining.reading import LostPart, number_of, read_events, read_parts
@@ -284,7 +284,7 @@ def _enough(memory: str, place: Path) -> Iterator[None]:
         yield
     except (duckdb.Error, OSError) as error:
         text = str(error).partition("\n")[0]
-        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno not in FULL:
             raise
         if isinstance(error, duckdb.OutOfMemoryException) and "max_temp_directory_size" not in str(error):
             raise TableError(f"--memory {memory} is too little for the join: give more") from error

@@ -23,7 +23,7 @@ from model.inputs import CLOCK_SKEW_SECONDS
 from weights.lab.joining.counts import JoinCounts, NothingJoins
 from weights.lab.training.log import date_of
 from weights.progress import Update
-from weights.served import OPEN_SUFFIX, PARTS, DamagedPart, open_part
+from weights.served import OPEN_SUFFIX, PARTS, DamagedPart, open_part, with_later_columns
 from weights.table_files import Table, open_table, tables_of
 from weights.tables import Place, TableError, column_of
 from weights.text_ids import IdKind, is_text_id, text_ids
@@ -226,7 +226,8 @@ def _insert(
     database.begin()
     try:
         for batch in part.iter_batches(PIECE_RANKINGS, columns=columns):
-            piece = pa.table(batch).append_column("row_number", pa.array(range(len(batch)), pa.int64()))
+            rows = with_later_columns(batch, part.schema_arrow)
+            piece = pa.table(rows).append_column("row_number", pa.array(range(len(batch)), pa.int64()))
             database.register("piece", piece)
             database.execute(READ_RANKINGS, {"part": number, "first": first + done})
             database.execute(read_candidates, {"first": first + done})

@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from weights.lab.joining.reading import ReadPart, number_of
-from weights.lab.training.contexts import ACTION_PREFIX, CONTEXTS, IMPRESSIONS, LISTS
+from weights.lab.training.contexts import ACTION_PREFIX, LISTS
 from weights.lab.training.log import HASHES, IDS_KEY
 from weights.progress import Update
 from weights.table_files import CODES
 from weights.text_ids import IdKind, text_ids
+from weights.turns import CONTEXTS, IMPRESSIONS
 
 PART_ROWS = 1_000_000
 BATCH_ROWS = 16_384
@@ -48,7 +49,7 @@ ORDER BY part, place
 
 
 class Parts:
-    """Parquet files `part-00000.parquet …` of a directory, which it makes, each of about PART_ROWS rows. A context manager."""
+    """Parquet files `part-00000.parquet …` of a directory, which it makes, each of about `part_rows` rows. A context manager."""
 
     def __init__(self, directory: Path, part_rows: int = PART_ROWS) -> None:
         directory.mkdir()

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from weights.lab.evaluate.evaluation import known_worth
 from weights.lab.evaluate.predict import rows_of
 from weights.lab.joining.counts import JoinCounts
-from weights.lab.training.contexts import IMPRESSIONS
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
+from weights.turns import IMPRESSIONS
 
 
 @dataclass(frozen=True, slots=True)

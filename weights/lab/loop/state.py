@@ -20,10 +20,9 @@ from weights.errors import CheckpointError
 from weights.fetch import point
 from weights.format.writer import sync, write_whole
 from weights.lab.loop.gate import Usual
+from weights.turns import CHECKPOINTS, LOGS, OUTCOME_NAME, TURNS
 
-STATE_NAME, OUTCOME_NAME = "state.json", "outcome.json"
-LOGS, TURNS, CHECKPOINTS = "log", "turns", "checkpoints"
-"""The directories below the root: joined nights, reports, and checkpoints, by the name of the turn."""
+STATE_NAME = "state.json"
 MOST_NIGHTS = 60
 """So many nights are remembered."""
 

@@ -44,11 +44,7 @@ from weights.lab.loop.judge import Judgement, judge
 from weights.lab.loop.night import Night, facts_of, has_some_of, requests_of, with_known_surfaces, without_log
 from weights.lab.loop.report import left_out_lines, write_turn
 from weights.lab.loop.state import (
-    CHECKPOINTS,
-    LOGS,
-    OUTCOME_NAME,
     STATE_NAME,
-    TURNS,
     Done,
     NightRecord,
     Outcome,
@@ -65,7 +61,6 @@ from weights.lab.loop.state import (
     write_json,
 )
 from weights.lab.training.choices import plan
-from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS
 from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import IN_MEMORY_ROWS, Log, read_log, time_words
@@ -75,6 +70,7 @@ from weights.lab.training.state import StateError
 from weights.lab.training.trainer import Status, TrainingError
 from weights.progress import Update
 from weights.tables import TableError
+from weights.turns import CHECKPOINTS, CONTEXTS, IMPRESSIONS, LOGS, OUTCOME_NAME, TURNS, WORK
 from weights.values import problem_of_codes
 
 CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
@@ -84,7 +80,6 @@ JUDGED_REQUESTS = 20_000
 STALE_WINDOWS = 2
 """Events that end so many windows before the newest ranking are missing, not late."""
 NOTHING_NEW = "Nothing new: no ranking has joined since the last turn"
-WORK = "work"
 TURN_NAME = "turn.json"
 
 Say = Callable[[str], None]

@@ -22,10 +22,9 @@ from model.inputs import Context, codes_fitting
 from weights.lab.training.columns import Columns, Growing, InMemory
 from weights.table_files import CODES, Table, has_directory, open_table, tables_of
 from weights.tables import Check, Place, TableError, column_of, rows_of_lists
+from weights.turns import CONTEXTS
 from weights.values import Problem, problem_of_actions, problem_of_codes, problem_of_dwells, problem_of_surfaces
 
-IMPRESSIONS, CONTEXTS = "impressions", "contexts"
-"""The directories of a log that has contexts as served."""
 ACTION_PREFIX = "action."
 LISTS = {
     "post_ids": pa.uint64(),

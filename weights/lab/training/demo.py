@@ -16,12 +16,11 @@ from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import Encoder, load_encoder, save_checkpoint
 from weights.corpus.importer import encode
 from weights.corpus.store import CorpusLabels, write_corpus
-from weights.format.manifest import Manifest
+from weights.format.manifest import EXAMPLE_NAME, NAMES_NAME, Manifest
 from weights.lab.evaluate.evaluation import evaluate
 from weights.lab.evaluate.report import figures, write_evaluation
 from weights.lab.evaluate.retrieval import evaluate_retrieval, newest_posts
 from weights.lab.training.demo_example import example_request
-from weights.lab.training.page_example import EXAMPLE_NAME, NAMES_NAME
 from weights.lab.training.run import train
 from weights.lab.training.settings import TrainSettings, demo_config
 from weights.lab.training.towers import TowerSettings, towers_config, train_towers

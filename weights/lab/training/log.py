@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from model.bounds import LARGEST
 from model.inputs import NO_CODES
-from weights.lab.training.contexts import ACTION_PREFIX, IMPRESSIONS, ServedContexts, open_contexts, read_contexts
+from weights.lab.training.contexts import ACTION_PREFIX, ServedContexts, open_contexts, read_contexts
 from weights.lab.training.texts import Texts
 from weights.progress import Update
 from weights.table_files import CODES, Table, has_directory, open_table, place_of
@@ -37,6 +37,7 @@ from weights.tables import (
     texts_of,
 )
 from weights.text_ids import IdKind
+from weights.turns import IMPRESSIONS
 from weights.values import (
     action_name_problem,
     problem_of_codes,
@@ -68,6 +69,7 @@ OPTIONAL_CHECKS: dict[str, Check] = {
     "propensity": problem_of_propensities,
     "weight": problem_of_weights,
 }
+NO_IMPRESSIONS = "{} holds no impressions: it needs one row for each post that was shown to a user"
 ID_COLUMNS = ("user_id", "post_id", "author_id")
 IN_MEMORY_ROWS = 5_000_000
 """The largest log that is read into memory, about 2 GB with nineteen actions."""
@@ -286,7 +288,7 @@ def log_of(
     """
     names = action_names(table.schema, where)
     if not len(table):
-        raise TableError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
+        raise TableError(NO_IMPRESSIONS.format(where))
     place = place or (lambda row: f"{where}, row {row + 1}")
     columns, texts = checked_columns(table, where, ids, surfaces, place)
     unknown = columns.pop("unknown")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -17,10 +16,11 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from weights.errors import FULL
 from weights.format.writer import written_beside
 from weights.lab.training.columns import Columns, InFiles, mapped_columns
 from weights.lab.training.contexts import ServedContexts, append_contexts, served_contexts
-from weights.lab.training.log import Log, action_names, check_requests, checked_columns
+from weights.lab.training.log import NO_IMPRESSIONS, Log, action_names, check_requests, checked_columns
 from weights.lab.training.texts import Texts
 from weights.progress import Update
 from weights.table_files import CODES, Table, check_unchanged, files_of, place_of, tables_of
@@ -32,8 +32,6 @@ FORMAT = 2
 PIECE_ROWS = 500_000
 SORT_MEMORY = "1GB"
 SORT_THREADS = 2
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where nothing more can be written."""
 FLAGS = ("actions", "unknown")
 LOG, SERVED, TEXTS = "impressions", "contexts", "texts.arrow"
 
@@ -100,7 +98,7 @@ def _write(
     """Write the sorted copy of a log. Raises TableError."""
     before, rows = files_of(source), source.count_rows()
     if not rows:
-        raise TableError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
+        raise TableError(NO_IMPRESSIONS.format(where))
     sorting = copy / "sorting"
     sorting.mkdir()
     settings: dict[str, Any] = {

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from model.inputs import Candidates, Context
-from weights.format.manifest import Manifest
+from weights.format.manifest import EXAMPLE_NAME, NAMES_NAME, Manifest
 from weights.format.writer import write_whole
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
 from weights.tables import TableError
 
-EXAMPLE_NAME, NAMES_NAME = "example.json", "names.json"
 MOST_NAMED = {"users": 200, "authors": 2000, "posts": 5000}
 MOST_TOPICS = 24  # a log with no more authors has them as topics, which the page colours
 LIKED = 2
