@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,14 @@ from tests.model.builders import random_config
 ROOT = Path(__file__).resolve().parents[3]
 
 
+NEEDED = ("torch", "numpy", "safetensors", "triton")
+IMPORTS = """
+import pkgutil, sys
+sys.modules |= dict.fromkeys({absent!r})  # an import of these raises ModuleNotFoundError
+import loadtest.gpu
+for module in pkgutil.iter_modules(loadtest.gpu.__path__, "loadtest.gpu."):
+    __import__(module.name)
+"""
 Bench = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -34,6 +47,34 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def with_what_they_need(names: tuple[str, ...]) -> set[str]:
+    """These distributions and those that they require, without extras."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name not in found:
+            found.add(name)
+            with suppress(PackageNotFoundError):
+                wanted = [one for one in requires(name) or () if "extra ==" not in one]
+                waiting += [re.split(r"[^\w.-]", one)[0] for one in wanted]
+    return found
+
+
+def test_it_needs_torch_numpy_safetensors_and_triton_alone() -> None:
+    present = with_what_they_need(NEEDED)
+    absent = [
+        name
+        for name, owners in packages_distributions().items()
+        if not present & {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
+        and name not in ("app", "model", "weights", "loadtest")
+    ]
+    assert {"typer", "pydantic", "orjson"} <= set(absent)
+    code = IMPORTS.format(absent=absent)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
