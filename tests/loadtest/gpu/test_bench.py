@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.gpu.__main__ import main, read
+from loadtest.gpu.__main__ import arguments, main, read, run_apart
 from loadtest.gpu.work import forward_work
 from tests.model.builders import random_config
 
@@ -96,6 +98,24 @@ def test_a_hanging_phase_is_ended_and_late_ones_are_left_out(bench: Bench) -> No
     (problem,) = report["problems"]
     assert problem.startswith("bits: hung: not done after 7.")
     assert report["phases"] == {"bits": problem.removeprefix("bits: "), "bisect": "left out"}
+
+
+def test_a_phase_that_no_kill_ends_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that hangs in a driver. This one would end by itself after some seconds."""
+    left: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: left.append(group))
+    monkeypatch.setattr("loadtest.gpu.__main__.EXIT_SECONDS", 0.2)
+    monkeypatch.chdir(ROOT)
+    options = arguments(["--device", "cpu", "--tiny", "--log", str(tmp_path / "log.jsonl")])
+    started = time.monotonic()
+    try:
+        assert run_apart(options, "environment", 0.5) == "hung: not done after 0.5 s"
+        assert time.monotonic() - started < 3
+        assert read(options.log) == [{"phase": "environment", "problem": "hung: not done after 0.5 s"}]
+    finally:
+        monkeypatch.undo()
+        with suppress(ProcessLookupError):
+            os.killpg(left[0], signal.SIGKILL)
 
 
 def phase(name: str, log: Path, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
