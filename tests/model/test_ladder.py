@@ -272,7 +272,7 @@ def test_a_card_without_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("does not fit" in step["reason"] for step in engine.info.notes["steps_down"])
 
 
-def test_a_trial_without_memory_for_the_checkpoint_compiles_nothing() -> None:
+def test_a_trial_without_room_for_the_checkpoint_ends_at_once() -> None:
     compiled: list[bool] = []
     with pytest.raises(EngineError, match=r"does not fit: 1073741824.0 GiB of memory are needed"):
         examine(replace(TRIAL, needed_bytes=2**60), lambda: compiled.append(True))
