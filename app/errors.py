@@ -206,7 +206,7 @@ class ChangeNotStored(ServiceError, status=503, code="not_stored"):
 
 
 class CorpusNotLoaded(ServiceError, status=503, code="corpus_not_loaded"):
-    """Nothing can be retrieved now: the corpus is being loaded, was replaced, or its engine was lost."""
+    """Nothing can be retrieved now: the corpus is being loaded or was replaced."""
 
     default_detail = "The corpus is being loaded."
 

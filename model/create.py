@@ -10,9 +10,10 @@ import torch
 
 from model.config import CandidatePositions
 from model.dense import DenseEngine
+from model.device import free_memory
 from model.engine import Engine, EngineError, EngineInfo
 from model.layers import dtype_name
-from model.memory import engine_bytes, shortage, usable_threads
+from model.memory import engine_bytes, require_room, usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
@@ -29,7 +30,8 @@ class EngineOptions:
     """What an operator may choose.
 
     `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
-    the reference; `auto` takes the fastest that passes its checks here, on CUDA down to the CPU's engine. `cache_bytes` bounds
+    the reference; `auto` takes the fastest that passes its checks here, on CUDA down to the CPU's engine, where `torch` takes the fastest
+    on the device or none. `cache_bytes` bounds
     the context cache, 0 turns it off, None is 256 MiB on a CPU and an eighth of the device's memory on CUDA, so that a reload has
     room for a second one. `threads` 0: `usable_threads`; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
     default the user's cache.
@@ -49,8 +51,10 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
     """Build an engine; call its `warm_up` before the first forward. Raises EngineError if it cannot run here."""
     device = find_device(options.device)
     torch.set_num_threads(options.threads or usable_threads())
+    if device.type == "cuda" and options.backend in ("auto", "torch"):
+        return _ladder(ranker, options, device)
     if options.backend == "auto":
-        return _ladder(ranker, options, device) if device.type == "cuda" else _for_cpu(ranker, options)
+        return _for_cpu(ranker, options)
     _require_room(ranker, device)
     if options.backend == "native":
         return _native(ranker, options, device)
@@ -61,25 +65,30 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
 
 
 def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
-    """The first way of computing that passes its checks on this card, or else the CPU's engine."""
-    from model.split.ladder import LadderEngine, Rung, sentence
+    """The first way of computing that passes its checks on this card, or else the CPU's engine. With backend `torch` there is one way."""
+    from model.split.ladder import LadderEngine, Rung
     from model.split.probe import Trial, try_in_child
 
     dtype, positions = _dtype(options.dtype, device), options.candidate_positions
 
     def rung(name: str, kernels: Literal["triton", "torch"]) -> Rung:
-        trial = Trial(ranker.config, str(device), dtype_name(dtype), positions, kernels)
+        tables = dtype_name(ranker.tables.user.dtype)
+        needed = _needed_bytes(ranker, device)
+        trial = Trial(ranker.config, str(device), dtype_name(dtype), positions, kernels, tables, needed)
 
-        def probe() -> str:
-            try:
-                _require_room(ranker, device)
-            except Exception as error:  # what a broken card raises when it is asked for its memory is not known
-                return sentence(error)
+        def probe() -> str:  # the first to ask a card anything is the child: a driver that hangs then hangs no server
+            free_memory(device)  # what this process gives back is free for the child too
             return try_in_child(trial)
 
-        return Rung(name, lambda: _split(ranker, options, device, kernels), probe, device)
+        def build() -> Engine:
+            _require_room(ranker, device)
+            return _split(ranker, options, device, kernels)
 
-    rungs = [rung("recorded", "triton"), rung("torch", "torch"), Rung("cpu", lambda: _for_cpu(ranker, options))]
+        return Rung(name, build, probe, device)
+
+    rungs = [rung("recorded", "triton")]
+    if options.backend == "auto":
+        rungs += [rung("torch", "torch"), Rung("cpu", lambda: _for_cpu(ranker, options))]
     info = EngineInfo(str(device), dtype_name(dtype), "torch", positions, {})
     return LadderEngine(ranker, rungs, info)
 
@@ -97,10 +106,16 @@ def _for_cpu(ranker: Ranker, options: EngineOptions) -> Engine:
 
 
 def _require_room(ranker: Ranker, device: torch.device) -> None:
-    """Raises EngineError if the device lacks memory for the engine: on a card for the embedding tables too."""
+    """Raises EngineError if the device lacks memory for the engine. On a card, gives back before what torch keeps there unused."""
+    if device.type == "cuda":
+        free_memory(device)
+    require_room(_needed_bytes(ranker, device), device)
+
+
+def _needed_bytes(ranker: Ranker, device: torch.device) -> int:
+    """Bytes that the engine needs: on a card for the embedding tables too."""
     tables = sum(table.nbytes for table in ranker.tables.parameters()) if device.type == "cuda" else 0
-    if problem := shortage(engine_bytes(ranker) + tables, device):
-        raise EngineError(f"the engine of this checkpoint does not fit: {problem}")
+    return engine_bytes(ranker) + tables
 
 
 def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
 from model.engine import EngineError
+
+collecting = threading.RLock()
+"""Held by a thread that collects garbage or records a CUDA graph: what a collection frees would break the recording."""
 
 _given_up: set[str] = set()  # kinds of devices
 
@@ -50,7 +54,8 @@ def losses_of(device: torch.device) -> Iterator[None]:
 
 def free_memory(device: torch.device) -> None:
     """Give back what nobody uses any more. A lost device has nothing to give back."""
-    gc.collect()  # weights are large, and cycles hold them
+    with collecting:
+        gc.collect()  # weights are large, and cycles hold them
     if device.type == "cuda" and torch.cuda.is_initialized():
         with suppress(RuntimeError):
             torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from model.engine import EngineError
 from model.ranker import Ranker
 
 # Address space kept free, where it is limited (RLIMIT_AS), for stacks and thread-local data of a load's threads. A C library that finds no
@@ -35,6 +36,12 @@ def shortage(needed_bytes: int, device: torch.device | None = None) -> str:
     if needed_bytes <= free:
         return ""
     return f"{_amount(needed_bytes)} of memory are needed, and {_amount(max(free, 0))} are free"
+
+
+def require_room(needed_bytes: int, device: torch.device) -> None:
+    """Raises EngineError if the device lacks memory for an engine that needs so many bytes."""
+    if problem := shortage(needed_bytes, device):
+        raise EngineError(f"the engine of this checkpoint does not fit: {problem}")
 
 
 def _amount(count: float) -> str:

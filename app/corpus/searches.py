@@ -131,7 +131,6 @@ class Searches:
         if checkpoint is not None and corpus is not None:
             await self.swap(checkpoint, corpus)
             self._paths = again
-        self._begin(self._drop_lost())
         if self.feed is not None:
             self._begin(self.feed.run(self))
 
@@ -185,12 +184,6 @@ class Searches:
     def fail_all(self, error: Callable[[], ServiceError]) -> None:
         """Fail every search that waits or is being computed, each with an error of its own."""
         self.versions.fail_all(error)
-
-    async def _drop_lost(self) -> None:
-        """Refuse searches after an engine was lost, until another corpus is loaded."""
-        while True:
-            log.error("retrieval_lost", reason=await self.versions.lost())
-            self.versions.drop()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -95,8 +95,8 @@ class LocalService:
         if not self._tasks:
             self._loading = "The checkpoint is being loaded."
             loop = asyncio.get_running_loop()
-            work = (self._first_load(), self._end_after(self.watchdog.hang), self._end_after(self.versions.lost))
-            self._tasks = [loop.create_task(one) for one in work]
+            faults = (self.watchdog.hang, self.versions.lost, self.corpus.versions.lost)
+            self._tasks = [loop.create_task(one) for one in (self._first_load(), *map(self._end_after, faults))]
             if seconds := self.settings.reload.watch_seconds:
                 self.reloads.watch(seconds)
 

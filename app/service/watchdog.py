@@ -11,6 +11,7 @@ from collections.abc import Callable
 from app.queue.job import RankJob, SearchJob
 from app.queue.versions import Versions
 from app.settings import Queue
+from model.device import collecting
 
 WATCHDOG_SECONDS = 0.5
 COLLECT_OBJECTS = 10_000
@@ -77,7 +78,11 @@ class Watchdog:
 
 
 def collect_garbage() -> None:
-    """Collect cycles if enough objects were made to hold some, as Python does by itself, but between two requests."""
+    """Collect cycles if enough objects were made to hold some, as Python does by itself, but between two requests, and not while a CUDA
+    graph is recorded."""
     young, middle, old = gc.get_count()
-    if young > COLLECT_OBJECTS:
-        gc.collect(2 if old > COLLECT_TIMES else 1 if middle > COLLECT_TIMES else 0)
+    if young > COLLECT_OBJECTS and collecting.acquire(blocking=False):
+        try:
+            gc.collect(2 if old > COLLECT_TIMES else 1 if middle > COLLECT_TIMES else 0)
+        finally:
+            collecting.release()

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from loadtest import bits
-from loadtest.bits import small_config
+from loadtest.compositions import small_config
 from loadtest.geometries import GEOMETRIES, in_dtype
 from loadtest.rows import Row
 from loadtest.timing import Figure, alternate, ratio

@@ -28,6 +28,7 @@ from loadtest.gpu.table import Record
 from loadtest.machine import commit
 
 RESERVED = 20  # seconds kept for summaries and for copying results back
+EXIT_SECONDS = 5.0  # of a process that was killed
 
 
 class Stop:
@@ -161,16 +162,19 @@ def run_apart(options: argparse.Namespace, name: str, limit: float, **environmen
 
 
 def _finished(command: list[str], environment: dict[str, str], limit: float) -> tuple[int, str]:
-    """Exit code and standard error of a command. An exception during the wait kills the process and its children."""
+    """Exit code and standard error of a command. An exception during the wait kills the process and its children. One that does not end
+    even then, as in a driver, is left behind."""
     STOP.is_held = True
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
-        try:
-            STOP.release()
-            said = child.communicate(timeout=limit)[1]
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # and its compiler processes
-            raise
+    child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        STOP.release()
+        said = child.communicate(timeout=limit)[1]
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # and its compiler processes
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(EXIT_SECONDS)
+        raise
     return child.returncode, said
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from loadtest import bits
+from loadtest.compositions import Compositions, small_config
 from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
 from loadtest.gpu.faults import planted
@@ -49,7 +49,7 @@ def check_config(**overrides: Any) -> ModelConfig:
         "actions": 19,
         "continuous_actions": 8,
     }
-    return bits.small_config(**(values | overrides))
+    return small_config(**(values | overrides))
 
 
 def make_kernels(card: Card) -> MakeKernels:
@@ -135,7 +135,7 @@ def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, in
     `engine` must have a cache. Raises AssertionError at the first difference.
     """
     full = min(engine.config.history_length, 90)
-    draws = bits.Compositions(
+    draws = Compositions(
         engine, seed, users=3, growth=(0, 1, full // 2, full - 1, full), pool=min(12, 2 + compositions)
     )
     compared = 0

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from model.device import losses_of
 from model.engine import EngineError
 
 LANES = 16
@@ -132,15 +133,21 @@ class TorchIndex:
         if self._vectors.is_cuda and torch.get_float32_matmul_precision() != "highest":
             raise EngineError("the search on a card needs products in fp32, and this process has asked torch for less")
         self._exhaustive = exhaustive
-        self._longest = float(self._vectors.double().square().sum(1).max().sqrt())
+        blocks = self._vectors.split(BLOCK_ROWS)  # the whole in float64 would take four times its memory
+        self._longest = float(torch.stack([block.double().square().sum(1).max() for block in blocks]).max().sqrt())
 
     def __len__(self) -> int:
         return len(self._vectors)
 
     def search(self, wishes: Sequence[Wish]) -> list[Hits]:
-        """The best rows of each wish, in order. The wishes share one product with each block of rows."""
+        """The best rows of each wish, in order. The wishes share one product with each block of rows. Raises a sticky EngineError if the
+        device is lost."""
         if not wishes:
             return []
+        with losses_of(self._vectors.device):
+            return self._search(wishes)
+
+    def _search(self, wishes: Sequence[Wish]) -> list[Hits]:
         vectors = self._vectors
         stacked = np.stack([wish.checked_query(vectors.shape[1]) for wish in wishes])
         queries = torch.from_numpy(stacked).to(vectors.device)

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from model.device import collecting
 from model.split.kernels.contract import Step
 
 Run = Callable[[Step], None]
@@ -85,14 +86,15 @@ class CudaRecorder:
 
 @contextmanager
 def no_garbage() -> Iterator[None]:
-    """Collect no garbage inside: what a collection frees while a graph is recorded would break the recording."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    """Collect no garbage inside, in any thread: what a collection frees while a graph is recorded would break the recording."""
+    with collecting:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_on:
+                gc.enable()
 
 
 class PlainRecorder:

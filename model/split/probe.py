@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import torch
 
 from model.config import CandidatePositions, HashSpec, ModelConfig
+from model.memory import require_room
 from model.ranker import Ranker
 from model.selftest import Definition
 from model.split.engine import SplitEngine
@@ -41,18 +42,21 @@ COMPILED = b"compiled\n"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What to try: kernels for a model of this architecture, with random weights."""
+    """What to try: kernels for a model of this architecture, with random weights. `tables` is the dtype of the embedding tables, whose
+    kernels differ; `needed_bytes` are those that the engine of the checkpoint needs on the device."""
 
     config: ModelConfig
     device: str
     dtype: str
     candidate_positions: CandidatePositions
     kernels: Literal["triton", "torch"]
+    tables: str = "float32"
+    needed_bytes: int = 0
 
     def to_json(self) -> str:
         """The inverse of `from_json`."""
-        values = {name: getattr(self, name) for name in ("device", "dtype", "candidate_positions", "kernels")}
-        return json.dumps({"config": self.config.to_dict(), **values})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return json.dumps(values | {"config": self.config.to_dict()})
 
     @classmethod
     def from_json(cls, text: str) -> Trial:
@@ -73,7 +77,9 @@ class Trial:
             post_hashes=small(self.config.post_hashes),
             author_hashes=small(self.config.author_hashes),
         )
-        return random_ranker(config, device=self.device)
+        ranker = random_ranker(config, device=self.device)
+        ranker.tables.to(getattr(torch, self.tables))
+        return ranker
 
     def engine(self, ranker: Ranker) -> SplitEngine:
         """The engine to try."""
@@ -149,13 +155,16 @@ def _reason(
 
 
 def examine(trial: Trial, compiled: Callable[[], object]) -> None:
-    """Compile, warm up, and compare with the definition. Calls `compiled` in between. Raises what goes wrong."""
+    """Compile, warm up, and compare with the definition. Calls `compiled` in between. Raises what goes wrong, EngineError first if the
+    device lacks memory for the engine of the checkpoint."""
+    device = torch.device(trial.device)
+    require_room(trial.needed_bytes, device)
     ranker = trial.ranker()
     engine = trial.engine(ranker)
     engine.compile()
     compiled()
     engine.warm_up()
-    Definition(ranker, torch.device(trial.device)).check(engine)
+    Definition(ranker, device).check(engine)
 
 
 def use_private_cache_if_needed() -> None:

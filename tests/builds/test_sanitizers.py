@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest.bits import Compositions, small_config
+from loadtest.compositions import Compositions, small_config
 from model.engine import Item, Outcome
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.bits import small_config
+from loadtest.compositions import small_config
 from model.cache import ENTRY_BYTES, HANDLE_BYTES, ContextCache, ContextKey
 from model.engine import Item
 from model.native.engine import NativeEngine

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from loadtest.bits import Compositions, run, small_config
+from loadtest.bits import run
+from loadtest.compositions import Compositions, small_config
 from model.batch import hash_rows
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine

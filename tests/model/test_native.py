@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.bits import Compositions, small_config
+from loadtest.compositions import Compositions, small_config
 from model.batch import hash_rows
 from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine

@@ -132,6 +132,13 @@ def check_options(words: list[str]) -> None:
     command.make_context(words[0], words[1:])
 
 
+def test_a_rollout_on_gpus_is_one_that_kubernetes_takes() -> None:
+    """It refuses a Deployment that may neither add a pod nor end one, which its schema does not say."""
+    for text in ((ROOT / "docs/deploy.md").read_text(), (DOCKER / "kubernetes/ranker.yaml").read_text()):
+        line = next(line for line in text.splitlines() if "maxSurge: 0" in line)
+        assert re.search(r"maxUnavailable: [1-9]", line), line
+
+
 def test_a_pods_kernels_are_in_a_directory_of_its_own(tmp_path: Path) -> None:
     deployment = next(yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text()))
     pod = deployment["spec"]["template"]["spec"]

@@ -61,10 +61,10 @@ def only_pypi() -> Iterator[str]:
     thread.join(10)
 
 
-def install(venv: Path, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def install(venv: Path, *more: str, extras: str = "redis", **environment: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if not name.upper().startswith(("PIP_", "UV_", "TORCH"))}
     own |= {"PIP_CONFIG_FILE": os.devnull} | environment
-    command = [".ci/install", str(venv), "redis", *more]
+    command = [".ci/install", str(venv), extras, *more]
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=110)
 
 
@@ -89,6 +89,16 @@ def test_where_only_pypi_is_reached_torch_comes_from_there(venv: Path, only_pypi
     assert done.returncode == 0, done.stderr
     assert "download.pytorch.org cannot be reached" in done.stderr
     assert " + torch==2.13.0\n" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("torch", "triton"), [("2.11.0", "3.6.0"), ("2.12.0", "3.7.0")])
+def test_older_torch_comes_with_the_triton_that_it_wants(venv: Path, only_pypi: str, torch: str, triton: str) -> None:
+    done = install(venv, "--dry-run", extras="dev", HTTPS_PROXY=only_pypi, TORCH=torch)
+    if "The package index cannot be reached" in done.stderr:
+        pytest.skip("PyPI cannot be reached")
+    assert done.returncode == 0, done.stderr
+    assert {f" + torch=={torch}", f" + triton=={triton}"} <= set(done.stderr.splitlines())
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from app.corpus.loading import LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
@@ -190,31 +189,27 @@ async def test_a_full_queue_and_an_impossible_deadline_are_refused(tmp_path: Pat
         await asyncio.gather(first, *others)
 
 
-async def test_after_engine_loss_searches_wait_for_another_corpus(
-    tmp_path: Path,
-) -> None:
-    def lose(queries: Sequence[Query]) -> None:
-        if not broken.is_set():
-            broken.set()
-            raise EngineError("planted", sticky=True)
+async def test_a_device_lost_in_a_search_ends_the_process(tmp_path: Path) -> None:
+    """As one lost in a forward of the ranker: only a new process can use it, and nobody would start one."""
 
-    settings, broken = settings_of(tmp_path), threading.Event()
+    def lose(queries: Sequence[Query]) -> None:
+        raise EngineError("planted", sticky=True)
+
+    settings, told = settings_of(tmp_path), list[str]()
     load, _ = watched(settings, retrieve=lose)
-    async with running(settings, load) as searches:
-        served = searches.served
-        with structlog.testing.capture_logs() as lines, pytest.raises(EngineDown):
-            await begun(searches, 1)
-        await until(lambda: searches.present() is None)
-        assert [line["reason"] for line in lines if line["event"] == "retrieval_lost"] == [
-            "The engine is lost; the log says why."
-        ]
-        with pytest.raises(CorpusNotLoaded):
-            _ = searches.served
-        with pytest.raises(CorpusNotLoaded) as refused:
-            await begun(searches, 1, served=served)
-        assert refused.value.retry_after_seconds is not None
-        await searches.swap(tmp_path / "towers-v1", tmp_path / "corpus-v1")
-        assert len((await begun(searches, 1)).posts) == 5
+    ranker = create(settings, load)
+    ranker.on_fatal = told.append
+    ranker.start()
+    await ranker.wait_ready()
+    assert ranker.health().ready
+    with pytest.raises(EngineDown):
+        await begun(ranker.corpus, 1)
+    await until(lambda: bool(told))
+    assert told == ["The engine is lost; the log says why."] == [ranker.health().reason]
+    assert (ranker.health().ready, ranker.health().failed) == (False, True)
+    with pytest.raises(EngineDown):
+        ranker.check_open(None)
+    await ranker.stop(10.0)
 
 
 async def test_writing_into_files_that_are_mapped_costs_all_answers(tmp_path: Path) -> None:

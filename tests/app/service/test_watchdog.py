@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 
@@ -11,6 +12,7 @@ import pytest
 
 from app.service.watchdog import COLLECT_OBJECTS, collect_garbage
 from app.settings import Queue
+from model.split.graphs import no_garbage
 from tests.support.fakes import FakeClock
 from tests.support.rankers import busy, rank, running, until
 
@@ -84,3 +86,21 @@ async def test_each_tenth_collection_takes_an_older_generation(
     monkeypatch.setattr(gc, "collect", found.append)
     collect_garbage()
     assert found == collected
+
+
+def test_no_garbage_is_collected_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next version is recorded in a thread of its own, while the event loop serves."""
+    found: list[int] = []
+    monkeypatch.setattr(gc, "get_count", lambda: (COLLECT_OBJECTS + 1, 0, 0))
+    monkeypatch.setattr(gc, "collect", lambda generation=2: found.append(generation))
+
+    def look() -> None:
+        thread = threading.Thread(target=collect_garbage)
+        thread.start()
+        thread.join(10)
+
+    with no_garbage():
+        look()
+        assert found == []
+    look()
+    assert found == [0]

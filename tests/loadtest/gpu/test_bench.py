@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest.gpu.__main__ import main, read
+from loadtest.gpu.__main__ import arguments, main, read, run_apart
 from loadtest.gpu.work import forward_work
 from tests.model.builders import random_config
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+NEEDED = ("torch", "numpy", "safetensors", "triton")
+IMPORTS = """
+import pkgutil, sys
+sys.modules |= dict.fromkeys({absent!r})  # an import of these raises ModuleNotFoundError
+import loadtest.gpu
+for module in pkgutil.iter_modules(loadtest.gpu.__path__, "loadtest.gpu."):
+    __import__(module.name)
+"""
 Bench = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -34,6 +49,34 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def with_what_they_need(names: tuple[str, ...]) -> set[str]:
+    """These distributions and those that they require, without extras."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name not in found:
+            found.add(name)
+            with suppress(PackageNotFoundError):
+                wanted = [one for one in requires(name) or () if "extra ==" not in one]
+                waiting += [re.split(r"[^\w.-]", one)[0] for one in wanted]
+    return found
+
+
+def test_it_needs_torch_numpy_safetensors_and_triton_alone() -> None:
+    present = with_what_they_need(NEEDED)
+    absent = [
+        name
+        for name, owners in packages_distributions().items()
+        if not present & {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
+        and name not in ("app", "model", "weights", "loadtest")
+    ]
+    assert {"typer", "pydantic", "orjson"} <= set(absent)
+    code = IMPORTS.format(absent=absent)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
@@ -55,6 +98,24 @@ def test_a_hanging_phase_is_ended_and_late_ones_are_left_out(bench: Bench) -> No
     (problem,) = report["problems"]
     assert problem.startswith("bits: hung: not done after 7.")
     assert report["phases"] == {"bits": problem.removeprefix("bits: "), "bisect": "left out"}
+
+
+def test_a_phase_that_no_kill_ends_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that hangs in a driver. This one would end by itself after some seconds."""
+    left: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: left.append(group))
+    monkeypatch.setattr("loadtest.gpu.__main__.EXIT_SECONDS", 0.2)
+    monkeypatch.chdir(ROOT)
+    options = arguments(["--device", "cpu", "--tiny", "--log", str(tmp_path / "log.jsonl")])
+    started = time.monotonic()
+    try:
+        assert run_apart(options, "environment", 0.5) == "hung: not done after 0.5 s"
+        assert time.monotonic() - started < 3
+        assert read(options.log) == [{"phase": "environment", "problem": "hung: not done after 0.5 s"}]
+    finally:
+        monkeypatch.undo()
+        with suppress(ProcessLookupError):
+            os.killpg(left[0], signal.SIGKILL)
 
 
 def phase(name: str, log: Path, fault: str = "") -> tuple[int, list[dict[str, Any]]]:

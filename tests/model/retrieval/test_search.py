@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from model.engine import EngineError
 from model.native.search import NativeIndex
 from model.retrieval.corpus import ROWS_PER_STEP, worst_norm
 from model.retrieval.search import BLOCK_ROWS, Hits, Index, TorchIndex, Wish, bits_of
@@ -286,6 +287,25 @@ def test_a_wish_that_does_not_fit_is_refused(make: Callable[[Rows], Index], chan
     assert len(index.search([Wish(**sound)])[0].rows) == 0
     with pytest.raises(ValueError, match=r"a wish needs|visible must be"):
         index.search([Wish(**(sound | changes))])
+
+
+def test_a_device_lost_in_a_search_needs_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*given: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    index = TorchIndex(ROWS)
+    monkeypatch.setattr(torch, "cat", lost)  # joins the products of the blocks
+    with pytest.raises(EngineError, match="the device failed: CUDA error") as raised:
+        index.search([Wish(ROWS[0], 2)])
+    assert raised.value.sticky
+
+
+def test_an_index_takes_less_than_its_vectors_while_it_is_made() -> None:
+    vectors = np.ones((3 * BLOCK_ROWS, 16), np.float32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        TorchIndex(vectors)
+    taken = [event.self_cpu_memory_usage for event in profile.events() or ()]
+    assert 0 < max(taken) < vectors.nbytes
 
 
 def test_blocks_of_rows_are_one_search() -> None:
