@@ -62,7 +62,9 @@ def calibrate_(
         examples = Examples(impressions, manifest.config)
         requests = np.flatnonzero(examples.times >= start)
         with progress_bar() as bar:
-            fits = calibrate(loaded.ranker, examples, requests, share, partial(bar, "scoring"))
+            fits = calibrate(
+                loaded.ranker, examples, requests, share, partial(bar, "scoring"), present=manifest.calibration
+            )
         calibration = {action: fit.calibration for action, fit in fits.items()}
         with refused_writing(f"Checkpoint {checkpoint}"):
             manifest = msgspec.structs.replace(manifest, calibration=calibration, version="").versioned()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ from weights.lab.commands.options import (
 
 if TYPE_CHECKING:
     from weights.checkpoint import Encoder
+    from weights.format.manifest import Manifest
+    from weights.lab.training.log import Log
 
 TowerSet = Annotated[
     list[str] | None,
@@ -87,11 +90,7 @@ def train_towers(
         if score_weights:
             weights = score_weights_of(score_weights, impressions.action_names)
             plan = plan.scored_by(weights, "--score-weights")
-        if not any(weight > 0 for weight in plan.score_weights.values()):
-            example = f"{impressions.action_names[0]}=1"
-            raise CheckpointError(
-                f"The names of the actions do not say which posts were liked: choose with --score-weights, for example {example}."
-            )
+        _check_some_liked(plan.score_weights, impressions.action_names)
         settings = with_settings(tower_settings(impressions, plan), set_)
         for line in plan.lines():
             say(line)
@@ -109,7 +108,9 @@ def train_towers(
             )  # fmt: skip
         tenth = max(1, len(losses) // 10)
         curve = [round(float(np.mean(part)), 4) for part in np.array_split(losses, -(-len(losses) // tenth))]
-        record = plan.record() | {"settings": asdict(settings), "losses": curve}
+        record = plan.record() | {
+            "settings": asdict(settings), "losses": curve, "score_weights": plan.score_weights,
+        }  # fmt: skip
         manifest = save_checkpoint(
             out, towers, name=name, action_names=impressions.action_names, ids=ids, training=record,
             replace=replace_existing,
@@ -169,7 +170,12 @@ def eval_retrieval(
     ] = "",
     out: Annotated[Path | None, out_file_option("JSON file for all figures. Default: none.")] = None,
     queries: Annotated[int, typer.Option(min=1, help="At most this many held-out requests, drawn with a seed.")] = 5000,
-    score_weights: Annotated[str, typer.Option(help="Which posts were liked, as for `train-towers`.")] = "",
+    score_weights: Annotated[
+        str,
+        typer.Option(
+            help="Which posts were liked, as for `train-towers`. Default: as the towers were trained, else proposed from the log."
+        ),
+    ] = "",
     ranker: Annotated[
         Path | None, typer.Option(help="In place of --log: a ranker of the demo's world, which is drawn again.")
     ] = None,
@@ -187,9 +193,8 @@ def eval_retrieval(
         if log is None:
             _eval_in_world(encoder, Path(str(ranker)), seed, set_)
             return
-        from weights.actions import score_weights_of, weight_vector
+        from weights.actions import score_weights_text, weight_vector
         from weights.lab.evaluate.recall import evaluate_recall
-        from weights.lab.training.choices import propose_score_weights
         from weights.lab.training.examples import Examples
         from weights.lab.training.run import check_split
 
@@ -197,11 +202,8 @@ def eval_retrieval(
         impressions = log_for(manifest, log, cache)
         until = since_of(since, manifest, impressions)
         check_split(impressions, until)
-        weights = (
-            score_weights_of(score_weights, impressions.action_names)
-            if score_weights
-            else propose_score_weights(impressions.before(until))[0]
-        )
+        weights, source = _score_weights(score_weights, manifest, impressions.before(until))
+        _check_some_liked(weights, impressions.action_names)
         worth = impressions.actions @ weight_vector(weights, impressions.action_names)
         examples = Examples(impressions, manifest.config)
         with progress_bar() as bar:
@@ -218,8 +220,32 @@ def eval_retrieval(
     say(
         f"{recalls.queries:,} requests of {recalls.users:,} users with {recalls.liked:,} liked posts, among {recalls.posts:,} posts"
     )
+    say(f"liked by the score weights {score_weights_text(weights)}, {source}")
     for table in recalls.tables():
         show(table, 120)
+
+
+def _score_weights(option: str, manifest: Manifest, past: Log) -> tuple[Mapping[str, float], str]:
+    """The score weights that say which posts were liked, and where they are from, in words. `past`: what they may be proposed from."""
+    from weights.actions import score_weights_of
+    from weights.lab.training.choices import propose_score_weights
+
+    if option:
+        return score_weights_of(option, manifest.action_names), "given with --score-weights"
+    if isinstance(kept := manifest.training.get("score_weights"), dict):
+        return kept, "with which the towers were trained"
+    return propose_score_weights(past)[0], "proposed from the log"
+
+
+def _check_some_liked(weights: Mapping[str, float], action_names: Sequence[str]) -> None:
+    """Raises CheckpointError if no score weight is above 0."""
+    from weights.actions import weight_vector
+
+    if not (weight_vector(weights, action_names) > 0).any():
+        raise CheckpointError(
+            "The names of the actions do not say which posts were liked: choose with --score-weights, "
+            f"for example {action_names[0]}=1."
+        )
 
 
 def _eval_in_world(encoder: Encoder, ranker: Path, seed: int, set_: list[str] | None) -> None:

@@ -5,7 +5,7 @@ If only a share of the impressions without any action was kept in the log, each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,14 @@ ENOUGH = 100
 SLOPES = (0.1, 10.0)
 """Slopes that a model which has learned something may need."""
 SMALLEST = 1e-9  # of a probability or its complement
+IDENTITY = ActionCalibration(0.0, 1.0)
+"""Leaves probabilities as they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One action's calibration, the number of impressions with the action, and predicted ÷ observed before and after it, on the rows of
-    the fit with their weights; NaN where the action was never taken."""
+    """One action's calibration, the number of impressions with the action, and predicted ÷ observed with the calibration before and with
+    this one, on the rows of the fit with their weights; NaN where the action was never taken."""
 
     calibration: ActionCalibration
     positives: int
@@ -41,9 +43,14 @@ def calibrate(
     requests: NDArray[np.int64],
     kept_share: float = 1.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    present: Mapping[str, ActionCalibration] | None = None,
 ) -> dict[str, Fit]:
     """Fit each action, by name, on these requests. `kept_share`: the share, above 0 and at most 1, of the impressions without any action
-    that are in the log. Raises TableError if there are no requests."""
+    that are in the log. `present`: the calibration before, by action; one without it has the probabilities of the model itself.
+
+    Raises TableError if there are no requests.
+    """
     if not len(requests):
         raise TableError("there are no requests to calibrate on")
     probabilities = predict(ranker, examples, requests, progress=progress).probabilities.astype(np.float64)
@@ -51,14 +58,20 @@ def calibrate(
     shown = examples.log.take(rows_of(examples, requests))
     happened, weights = shown.actions, np.where(shown.actions.any(1), 1.0, 1 / kept_share)
     return {
-        name: fit(logits[is_known, i], happened[is_known, i], weights[is_known])
+        name: fit(logits[is_known, i], happened[is_known, i], weights[is_known], (present or {}).get(name, IDENTITY))
         for i, name in enumerate(shown.action_names)
         for is_known in [shown.known_rows(i)]
     }
 
 
-def fit(logits: NDArray[np.float64], happened: NDArray[np.bool_], weights: NDArray[np.float64]) -> Fit:
-    """The calibration of one action: logistic regression of `happened` on the logit, all `[n]`, each row with its weight (Platt 1999)."""
+def fit(
+    logits: NDArray[np.float64],
+    happened: NDArray[np.bool_],
+    weights: NDArray[np.float64],
+    present: ActionCalibration = IDENTITY,
+) -> Fit:
+    """The calibration of one action: logistic regression of `happened` on the logit, all `[n]`, each row with its weight (Platt 1999).
+    `present`: the calibration before."""
     from scipy.optimize import brentq
     from sklearn.linear_model import LogisticRegression
 
@@ -75,7 +88,7 @@ def fit(logits: NDArray[np.float64], happened: NDArray[np.bool_], weights: NDArr
 
             offset, slope = float(brentq(excess, -MAX_OFFSET, MAX_OFFSET)), 1.0
     observed = float(weights[happened].sum()) or np.nan
-    before = float((weights * _sigmoid(logits)).sum()) / observed
+    before = float((weights * _sigmoid(present.offset + present.slope * logits)).sum()) / observed
     after = float((weights * _sigmoid(offset + slope * logits)).sum()) / observed
     return Fit(ActionCalibration(offset, slope), positives, before, after)
 

@@ -66,7 +66,8 @@ class Posts:
 class Recalls:
     """How many liked posts are among the first k, by source, group and k, each with its interval by resampling users.
 
-    `leads`: of the towers over each other source, at each k. `queries`, `users`, `posts`, `liked`: what was measured on.
+    `leads`: of the towers over each other source, at each k. `queries`, `users`, `liked`: the requests, their users and their liked posts
+    that were measured, without what the history holds already. `posts`: all posts of the log.
     """
 
     queries: int
@@ -155,7 +156,7 @@ def evaluate_recall(
         return Sampled.of(Means(np.asarray(sums, np.float64), counts), draws)
 
     return Recalls(
-        len(queries),
+        len(np.unique(request[rows])),
         len(users),
         len(posts),
         len(rows),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
+from weights.lab.counts import pair_key
 from weights.lab.training.examples import Histories
 from weights.lab.training.log import Log
 
@@ -18,13 +21,15 @@ AGE_SECONDS = 60.0
 EARLIEST_TS = 631_152_000
 """The beginning of 1990, Unix seconds. A log that ends before it has times of another unit: seconds that were divided by 1,000 once more
 lie in the first weeks of 1970."""
+PIECE_ROWS = 1_000_000
+"""About so many rows are sorted at once to find those that come again."""
 MOST_COMPARED = 20_000
 """How many requests served and reconstructed histories are compared on."""
 
 
 def facts(log: Log, history_length: int) -> list[str]:
-    """Lines for people: counts of each action, of impressions of nobody and of unknown authors, and of histories; then warnings, which
-    begin with `WARNING`.
+    """Lines for people: counts of each action, of impressions of nobody, of unknown authors and that come again, and of histories; then
+    warnings, which begin with `WARNING`.
 
     `history_length`: how many events the model reads at most.
     """
@@ -33,6 +38,11 @@ def facts(log: Log, history_length: int) -> list[str]:
         lines.append(f"  {nobody:,} impressions of nobody (user 0): they have no history and are in none")
     if unknown := int((log.author_id == 0).sum()):
         lines.append(f"  {unknown:,} impressions of an unknown author (author 0)")
+    if repeated := _repeated(log):
+        lines.append(
+            f"  {repeated:,} impressions have the request_id and the post_id of an earlier row: "
+            "the post was shown twice, or a file is twice in the log"
+        )
     optional = [name for name in ("position", "propensity", "weight") if getattr(log, name) is not None]
     if optional:
         lines.append(f"  has {', '.join(optional)}")
@@ -69,6 +79,16 @@ def _early(log: Log) -> list[str]:
         f"WARNING: every impression_ts lies before 1990 ({log.span}). It must be Unix seconds: was it divided by too much? "
         "pandas may hold microseconds or nanoseconds"
     ]
+
+
+def _repeated(log: Log) -> int:
+    """How many rows have the request and the post of an earlier row. The rows of a request are adjacent, so they are in one piece."""
+    starts, repeated = log.request_starts, 0
+    pieces = starts[np.searchsorted(starts, np.arange(0, len(log), PIECE_ROWS), "right") - 1]
+    for begin, end in pairwise([*np.unique(pieces).tolist(), len(log)]):
+        pairs = np.sort(pair_key(log.request_id[begin:end], log.post_id[begin:end]))
+        repeated += int(np.count_nonzero(pairs[1:] == pairs[:-1]))
+    return repeated
 
 
 def _warnings(histories: Histories) -> list[str]:

@@ -366,6 +366,19 @@ def test_a_reader_that_has_enough_ends_a_command_silently(desk: Path) -> None:
     assert (ended.returncode, "Errno" in ended.stderr, "Traceback" in ended.stderr) == (1, False, False), ended.stderr
 
 
+@pytest.mark.parametrize(("repeated", "is_cached"), [(0, False), (1, True), (500, False)])
+def test_rows_that_come_again_are_counted(repeated: int, is_cached: bool, world: World, tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    write_log(
+        tmp_path / "log/day.parquet", replace(world.log, post_id=np.arange(1, len(world.log) + 1, dtype=np.uint64))
+    )
+    table = pq.read_table(tmp_path / "log/day.parquet")
+    pq.write_table(table.slice(len(table) // 2, repeated), tmp_path / "log/copy.parquet")
+    code, said = run("log", tmp_path / "log", *(("--cache", tmp_path / "cache") if is_cached else ()))
+    line = f"  {repeated} impressions have the request_id and the post_id of an earlier row: "
+    assert (code, line in said, "of an earlier row" in said) == (0, bool(repeated), bool(repeated)), said
+
+
 @pytest.mark.parametrize(("first", "per_second", "warned"), [("2026", 1e-3, True), ("1997-09-20", 1, False)])
 def test_times_that_were_divided_by_too_much_are_warned_of(
     first: str, per_second: float, warned: bool, world: World, tmp_path: Path

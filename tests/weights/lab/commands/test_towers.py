@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from loadtest.server import wait_until
 from tests.support.asgi import ADDRESS
 from tests.weights.call import call
 from tests.weights.lab.training.small_run import WORLD
-from weights.checkpoint import load_encoder
+from weights.checkpoint import load_encoder, save_checkpoint
 from weights.lab.evaluate.recall import POPULARITY, TOWERS, evaluate_recall
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log, read_log, write_log
@@ -92,6 +93,47 @@ def test_recall_is_the_share_of_liked_posts_among_the_first(towers: Path) -> Non
     popularity = recalls.recalls[POPULARITY]["new users"]
     assert [popularity[depth].value for depth in (10, 100, 500)] == [0.5, 0.5, 1.0]  # 599 posts share places 2 to 600
     assert np.isnan(recalls.recalls[POPULARITY]["known users"][10].value)
+
+
+def nameless(log: Log) -> Log:
+    """The log with actions whose names do not say which posts were liked."""
+    return replace(log, action_names=tuple(f"z_{name[::-1]}" for name in log.action_names))
+
+
+@pytest.mark.parametrize(("rename", "weights"), [(replace, "click=1"), (nameless, "z_kcilc=1")])
+def test_liked_is_what_the_towers_were_trained_for(
+    rename: Callable[[Log], Log], weights: str, world: World, tmp_path: Path
+) -> None:
+    log, towers = tmp_path / "log.parquet", tmp_path / "towers"
+    write_log(log, rename(world.log))
+    trained = call("train-towers", "--log", log, "--out", towers, "--score-weights", weights, *FEW)
+    assert trained.exit_code == 0, trained.output
+    kept, given = (
+        call("eval-retrieval", towers, "--log", log, *options) for options in ((), ("--score-weights", weights))
+    )
+    assert (kept.exit_code, given.exit_code) == (0, 0), kept.output + given.output
+    assert f"liked by the score weights {weights}, with which the towers were trained" in kept.stdout
+    assert f"liked by the score weights {weights}, given with --score-weights" in given.stdout
+    assert kept.stdout.splitlines()[:2] == given.stdout.splitlines()[:2]
+
+
+@pytest.mark.parametrize(
+    ("rename", "code", "said"),
+    [
+        (replace, 0, "report=-20, proposed from the log\n"),
+        (nameless, 1, "The names of the actions do not say which posts were liked: choose with --score-weights, "),
+    ],
+)
+def test_towers_that_keep_no_weights_have_proposed_ones(
+    rename: Callable[[Log], Log], code: int, said: str, world: World, towers: Path, tmp_path: Path
+) -> None:
+    """An earlier version trained such towers, and the demo's are such."""
+    log, encoder = rename(world.log), load_encoder(towers)
+    write_log(tmp_path / "log.parquet", log)
+    training = {"until_ts": encoder.manifest.trained_until_ts}
+    save_checkpoint(tmp_path / "old", encoder.towers, name="old", action_names=log.action_names, training=training)
+    judged = call("eval-retrieval", tmp_path / "old", "--log", tmp_path / "log.parquet", "--queries", "50")
+    assert (judged.exit_code, said in judged.output) == (code, True), judged.output
 
 
 @pytest.mark.parametrize(

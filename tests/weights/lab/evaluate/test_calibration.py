@@ -137,6 +137,22 @@ def read_table(path: Path) -> Any:
     return pq.read_table(path)
 
 
+def test_before_is_what_was_served_before(sampled: Path, middle: int, calibrated: Path, tmp_path: Path) -> None:
+    again = shutil.copytree(calibrated, tmp_path / "again")
+    done = call("calibrate", again, "--log", sampled, "--since", middle, "--kept", KEPT)
+    loaded, log = load_checkpoint(calibrated), read(sampled)
+    examples = Examples(log, loaded.manifest.config)
+    requests = np.flatnonzero(examples.times >= middle)
+    happened = log.since(middle).actions
+    weights = np.where(happened.any(1), 1, 1 / KEPT)
+    served = predict(loaded.ranker, examples, requests, corrections=loaded.manifest.corrections).probabilities
+    for i, name in enumerate(log.action_names):
+        if happened[:, i].any():
+            before = float(weights @ served[:, i] / happened[:, i].sum())
+            row = next(line for line in done.stdout.splitlines() if f" {name} " in line)
+            assert row.split("│")[5].strip() == f"{before:.3f}", done.stdout
+
+
 @pytest.mark.slow
 def test_train_calibrates_where_negatives_were_sampled(sampled: Path, tmp_path: Path) -> None:
     small = ("--set", "epochs=0.02", "--set", "width=16", "--set", "validation_requests=8", "--set", "history_length=8")

@@ -61,6 +61,21 @@ def test_what_was_liked_before_is_nothing_to_find(world: World) -> None:
         recalls(world, log, liked(log) * again)
 
 
+def test_only_requests_with_something_to_find_are_counted(world: World) -> None:
+    log, new = world.log, np.unique(world.log.post_id)[-1] + np.uint64(1)
+    examples = Examples(log, small_config())
+    later = np.flatnonzero((examples.times >= world.settings.test_ts) & (examples.history_lengths > 0))[:20]
+    first = examples.starts[later]  # one liked post in each request, in half of them one of the history
+    seen = np.array([examples.history_posts(int(index))[-1] for index in later])
+    is_new = np.arange(len(later)) % 2 == 0
+    posts, worth = log.post_id.copy(), np.zeros(len(log))
+    posts[first], worth[first] = np.where(is_new, new, seen), 1
+    found = recalls(world, replace(log, post_id=posts), worth)
+    assert (found.queries, found.liked) == (10, 10)
+    assert found.users == len(np.unique(log.user_id[first[is_new]]))
+    assert found.record()["queries"] == 10
+
+
 def test_few_users_have_figures_without_intervals(world: World) -> None:
     users = np.unique(world.log.user_id[(liked(world.log) > 0) & (world.log.impression_ts >= world.settings.test_ts)])
     found = recalls(world, world.log, liked(world.log) * np.isin(world.log.user_id, users[:4]))
