@@ -35,5 +35,7 @@ def client_of(ranker: LocalService) -> Iterator[CheckedClient]:
         fronting(ranker) as front,
         CheckedClient(create_app(ranker.settings, front), base_url=ADDRESS, raise_server_exceptions=False) as client,
     ):
-        wait_until(lambda: front.health().ready, 120)
+        portal = client.portal
+        assert portal is not None
+        wait_until(lambda: portal.call(front.health).ready, 120)  # in its event loop, which may be installing a model
         yield client
