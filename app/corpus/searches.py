@@ -34,8 +34,9 @@ MOST_CHANGES = 4  # that wait or are being made; one is made at a time
 AGAIN_SECONDS, MOST_AGAIN_SECONDS = 1.0, 60.0
 """Pause before a corpus whose engine lacks a change is read again; doubled each time, up to the second."""
 LOADING_SECONDS = 2.0  # after which it is worth asking again
-BEHIND_SECONDS, MOST_BEHIND = 0.5, 256
-"""How long a request waits for a change that the corpus has not had yet, and how many do so at once; the others are refused."""
+BEHIND_SECONDS, MOST_BEHIND = 0.5, 32
+"""How long a request waits for a change that the corpus has not had yet, and how many do so at once, since each keeps what it was sent;
+the others are refused."""
 
 log = structlog.get_logger("app.corpus.searches")
 

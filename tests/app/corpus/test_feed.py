@@ -434,7 +434,7 @@ async def test_a_caller_waits_a_moment_for_its_own_write(tmp_path: Path, redis: 
         waiting = [asyncio.ensure_future(searches.reach(searches.served, "1", FAR)) for _ in range(300)]
         await asyncio.sleep(0.02)
         refused = [each for each in waiting if each.done()]
-        assert len(refused) == 300 - 256, "so many wait at once"
+        assert len(refused) == 300 - 32, "so many wait at once"
         assert all(isinstance(each.exception(), CorpusBehind) for each in refused)
         write(redis, upsert(900))
         await asyncio.gather(*(each for each in waiting if each not in refused))
