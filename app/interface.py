@@ -179,17 +179,17 @@ class CorpusService(Protocol):
         """What serves new searches. Raises CorpusNotLoaded, or NoCorpus if the settings name none."""
         ...
 
-    async def reach(self, served: ServedCorpus, at_least: str, deadline: float) -> None:
-        """Wait, for half a second at most, until `served` has had this change: a number of changes, or a position of the feed.
+    async def reach(self, at_least: str, key: str | None, deadline: float) -> None:
+        """Wait until what serves has had this change: a number of changes, or a position of the feed. It may be another corpus than before.
 
-        Raises CorpusBehind if it has not, CorpusNotLoaded if `served` is gone, and EngineDown.
+        Returns after half a second at most, and at once where many requests wait, or many of this API key: `search` then refuses.
         """
         ...
 
     async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
         """Return the best posts of `served`. Cancelling it drops the work.
 
-        Raises Overloaded, DeadlineExceeded, EngineDown, CorpusNotLoaded if `served` is gone, and ContextUnknown, also if the
+        Raises Overloaded, DeadlineExceeded, EngineDown, CorpusBehind, CorpusNotLoaded if `served` is gone, and ContextUnknown, also if the
         cache keeps less of the context than the user tower reads.
         """
         ...

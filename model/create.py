@@ -76,7 +76,7 @@ def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
         needed = _needed_bytes(ranker, device)
         trial = Trial(ranker.config, str(device), dtype_name(dtype), positions, kernels, tables, needed)
 
-        def probe() -> str:  # the first to ask a card anything is the child: a driver that hangs then hangs no server
+        def probe() -> str:  # the first to use the card is the child: a driver that hangs there hangs no server
             free_memory(device)  # what this process gives back is free for the child too
             return try_in_child(trial)
 

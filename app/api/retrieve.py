@@ -26,7 +26,7 @@ from app.errors import (
     TooLarge,
 )
 from app.features import CheckedRequest
-from app.interface import Job, Ranked, SearchRequest, SearchResult, ServedCorpus, ServedModel
+from app.interface import Job, Ranked, RankingService, SearchRequest, SearchResult, ServedCorpus, ServedModel
 from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 from app.settings import Limits
@@ -59,14 +59,16 @@ async def retrieve(caller: Caller) -> Response:
     state, exchange = caller.state, caller.exchange
     corpus = state.ranker.corpus
     served = corpus.served
-    vocabulary, config, limits = served.vocabulary, served.manifest.config, state.settings.limits
+    limits = state.settings.limits
     with exchange.measured("parse"):
-        retrieve_request = schema.read(RETRIEVE, caller.body, limits, vocabulary.index)
+        retrieve_request = schema.read(RETRIEVE, caller.body, limits, served.vocabulary.index)
         k, history = _k(retrieve_request, limits), retrieve_request.sizes()["history"]
-        caller.note(retrieve_request.request_id, config, candidates=k, history=history)
-        query, at_least = _query(retrieve_request, k, vocabulary, config), _at_least(caller)
-    if at_least:
-        await corpus.reach(served, at_least, caller.deadline)
+        caller.note(retrieve_request.request_id, served.manifest.config, candidates=k, history=history)
+    if at_least := _at_least(caller):
+        await corpus.reach(at_least, caller.key, caller.deadline)
+        served = corpus.served  # another one may serve by now
+    with exchange.measured("parse"):
+        query = _query(retrieve_request, k, at_least, served.vocabulary, served.manifest.config)
     search = SearchRequest(query, caller.deadline, caller.key, caller.leaves_at)
     search_result = await corpus.search(served, search)
     _count(caller, search_result)
@@ -86,16 +88,15 @@ async def recommend(caller: Caller) -> Response:
     """Find posts as `/retrieve` does and rank them as `/rank` does, in one call. The scores have the same bits as from the two calls."""
     state, exchange = caller.state, caller.exchange
     ranker = state.ranker
-    model, served = ranker.model(), ranker.corpus.served
-    if served.manifest.ids != model.manifest.ids:
-        raise NoCorpus("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
-    vocabulary, limits = model.vocabulary, state.settings.limits
+    model, served = _served_now(ranker)
+    limits = state.settings.limits
     with exchange.measured("parse"):
-        recommend_request = schema.read(RECOMMEND, caller.body, limits, vocabulary.index)
+        recommend_request = schema.read(RECOMMEND, caller.body, limits, model.vocabulary.index)
     k, history = _k(recommend_request, limits), recommend_request.sizes()["history"]
     caller.note(recommend_request.request_id, model.manifest.config, candidates=k, history=history)
     if at_least := _at_least(caller):  # before it has a place, which others could use while it waits
-        await ranker.corpus.reach(served, at_least, caller.deadline)
+        await ranker.corpus.reach(at_least, caller.key, caller.deadline)
+        model, served = _served_now(ranker)  # others may serve by now
     # Before the search: a request that the ranker would refuse costs none, and one that is admitted ends even in a drain.
     with ranker.admit(model, caller.place_request(candidates=k, history=history)) as job:
         with exchange.measured("parse"):
@@ -109,12 +110,20 @@ async def recommend(caller: Caller) -> Response:
     return Response(body, media_type=replies.JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
 
 
+def _served_now(ranker: RankingService) -> tuple[ServedModel, ServedCorpus]:
+    """What serves. Raises NoCorpus where the model cannot rank posts of the corpus."""
+    model, served = ranker.model(), ranker.corpus.served
+    if served.manifest.ids != model.manifest.ids:
+        raise NoCorpus("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
+    return model, served
+
+
 def _check(
     caller: CallerInfo, request: RecommendRequest, k: int, model: ServedModel, served: ServedCorpus
 ) -> tuple[Query, CheckedRequest]:
     """Check a request for `k` posts against both checkpoints. What is to be ranked has no candidates yet. Raises InvalidRequest."""
     manifest, towers, vocabulary = model.manifest, served.manifest, model.vocabulary
-    query = _query(request, k, served.vocabulary, towers.config)
+    query = _query(request, k, _at_least(caller), served.vocabulary, towers.config)
     context: Context | str = query.handle
     if not query.handle:
         is_alike = _read_alike(manifest, towers)
@@ -189,7 +198,7 @@ def _k(request: RetrieveRequest, limits: Limits) -> int:
     return k
 
 
-def _query(request: RetrieveRequest, k: int, vocabulary: Vocabulary, config: ModelConfig) -> Query:
+def _query(request: RetrieveRequest, k: int, at_least: str, vocabulary: Vocabulary, config: ModelConfig) -> Query:
     """What a search for `k` posts is asked. Raises InvalidRequest, also for a user of whom nothing is known: every post would score 0."""
     context = features.context_of(request, vocabulary, config)
     handle = "" if request.context is UNSET else request.context
@@ -207,6 +216,7 @@ def _query(request: RetrieveRequest, k: int, vocabulary: Vocabulary, config: Mod
         k,
         Filters(excluded, topics, first, last),
         -np.inf if request.min_score is UNSET else request.min_score,
+        at_least,
         handle,
         excludes_history=request.exclude_history and bool(handle),
     )

@@ -24,6 +24,7 @@ from app.queue.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForw
 from app.queue.scheduler import RETRY_AFTER_SECONDS, Scheduler
 from app.queue.versions import Versions
 from app.settings import Batching, Settings
+from app.shares import Shares
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
 from model.retrieval.inputs import Mark, PostChange
@@ -78,7 +79,7 @@ class Searches:
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
         self._changes: set[asyncio.Task[Any]] = set()  # under way
         self._news = asyncio.Event()  # set, and replaced, when a change was made or another corpus serves
-        self._behind_requests = 0  # requests that wait for a change
+        self._waiting = Shares(MOST_BEHIND, settings.queue.max_share_per_key)  # requests that wait for a change
         self._held: LoadedCorpus | None = None  # what served last: it has the directory, even if its engine is lost
         self._behind: LoadedCorpus | None = None  # its engine lacks a change that is on the disk
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -266,36 +267,30 @@ class Searches:
 
     # searches
 
-    async def reach(self, served: ServedCorpus, at_least: str, deadline: float) -> None:
+    async def reach(self, at_least: str, key: str | None, deadline: float) -> None:
         """See `interface.CorpusService.reach`."""
-        if self._has_reached(served, at_least):
+        if self._has_reached(at_least) or not self._waiting.has_room(key, 1):
             return
-        if self._behind_requests < MOST_BEHIND:
-            self._behind_requests += 1
-            try:
+        self._waiting.take(key, 1)
+        try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(BEHIND_SECONDS, deadline - self._clock())):
-                    while not self._has_reached(served, at_least):
+                    while not self._has_reached(at_least):
                         await self._news.wait()
-                    return
-            except TimeoutError:
-                pass
-            finally:
-                self._behind_requests -= 1
-        raise CorpusBehind(retry_after_seconds=1.0)
+        finally:
+            self._waiting.take(key, -1)
 
-    def _has_reached(self, served: ServedCorpus, at_least: str) -> bool:
-        mark: Mark = self._scheduler_of(served).loaded.engine.mark
-        return mark.reaches(at_least)
-
-    def _scheduler_of(self, served: ServedCorpus) -> Scheduler[SearchJob]:
-        scheduler = self.versions.schedulers.get(served)
-        if scheduler is None:
-            raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
-        return scheduler
+    def _has_reached(self, at_least: str) -> bool:
+        scheduler = self.versions.current
+        return scheduler is not None and scheduler.loaded.engine.mark.reaches(at_least)
 
     async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
         """See `interface.CorpusService.search`."""
-        query, scheduler = request.query, self._scheduler_of(served)
+        query, scheduler = request.query, self.versions.schedulers.get(served)
+        if scheduler is None:
+            raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
+        if query.at_least and not scheduler.loaded.engine.mark.reaches(query.at_least):
+            raise CorpusBehind(retry_after_seconds=1.0)
         if query.handle:
             query = self._handles.query(query, served.manifest, request.key, is_counted=not request.has_place)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()

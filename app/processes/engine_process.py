@@ -101,7 +101,7 @@ class EngineProcess:
             "context": lambda model, handle, key: ranker.context(self._served(model), handle, key, float("inf")),
             "attention": lambda model, *rest: ranker.attention(self._served(model), *rest),
             "corpus_state": ranker.corpus.state,
-            "reach": lambda corpus, *rest: ranker.corpus.reach(self._served(corpus), *rest),
+            "reach": self._reach,
         }
         ranker.on_fatal = self._fatal
 
@@ -241,6 +241,11 @@ class EngineProcess:
         return scheduler.loaded.served
 
     # what workers know
+
+    async def _reach(self, at_least: str, key: str | None, deadline: float) -> None:
+        """`CorpusService.reach`. The worker is told of a corpus that has the change before it is told that one has."""
+        await self.ranker.corpus.reach(at_least, key, deadline)
+        self._send_state()
 
     async def _keep_sending_state(self) -> None:
         while True:

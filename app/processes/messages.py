@@ -151,7 +151,7 @@ METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the argume
     "context": ((int, str, str | None), Context),  # number of the model, handle, key
     "attention": ((int, Context, Candidates, float), NDArray[np.float32]),  # number, context, candidates, deadline
     "corpus_state": ((), CorpusState | None),
-    "reach": ((int, str, float), None),  # number of the corpus, change, deadline
+    "reach": ((str, str | None, float), None),  # change, key, deadline
 }
 
 

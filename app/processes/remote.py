@@ -428,9 +428,9 @@ class RemoteCorpus:
             raise CorpusNotLoaded(retry_after_seconds=RETRY_AFTER_SECONDS)
         return served
 
-    async def reach(self, served: ServedCorpus, at_least: str, deadline: float) -> None:
+    async def reach(self, at_least: str, key: str | None, deadline: float) -> None:
         """See `interface.CorpusService.reach`."""
-        await self._ranker.call("reach", self._ranker.number_of(served), at_least, deadline, deadline=deadline)
+        await self._ranker.call("reach", at_least, key, deadline, deadline=deadline)
 
     async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
         """See `interface.CorpusService.search`."""

@@ -76,21 +76,25 @@ class Filters:
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """One retrieval: the best `k` posts for a context that pass the filters and score `least` or more. With a `handle`, the ranker has the
-    context, which is empty here, and `excludes_history` says whether the filters should exclude its posts too."""
+    """One retrieval: the best `k` posts for a context that pass the filters and score `least` or more, from a corpus whose `Mark`
+    reaches `at_least`. With a `handle`, the ranker has the context, which is empty here, and `excludes_history` says whether the
+    filters should exclude its posts too."""
 
     context: Context
     k: int
     filters: Filters
     least: float = -np.inf
+    at_least: str = ""
     handle: str = ""
     excludes_history: bool = False
 
     def check(self, config: ModelConfig) -> None:
-        """Raises ValueError for an invalid `k`, `least` or time, and for a context that the model cannot take."""
+        """Raises ValueError for an invalid `k`, `least`, time or `at_least`, and for a context that the model cannot take."""
         if not self.handle:
             self.context.check(config)
         times = [t for t in (self.filters.created_after, self.filters.created_before) if t is not None]
+        if self.at_least and not AT_LEAST.fullmatch(self.at_least):
+            raise ValueError("at_least is neither a number of changes nor a feed position")
         if not 0 < self.k < 2**31 or np.isnan(self.least) or not all(-(2**63) <= t < 2**63 for t in times):
             raise ValueError("k, least or a time is out of range")
 

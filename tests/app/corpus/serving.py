@@ -114,11 +114,11 @@ async def running(
         await ranker.stop(10.0)
 
 
-def query(user: int = 1, k: int = 500) -> Query:
+def query(user: int = 1, k: int = 500, at_least: str = "") -> Query:
     """A query of a user without history."""
     times = np.empty(0, np.int64)
     context = Context(user, NO_IDS, NO_IDS, np.zeros((0, 3), np.float32), times, np.zeros(0, np.float32))
-    return Query(context, k, Filters(NO_IDS))
+    return Query(context, k, Filters(NO_IDS), at_least=at_least)
 
 
 async def found(searches: Searches, asked: Query) -> SearchResult:
