@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,18 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
         about = client.get("/info").json()["retrieval"]["corpus"]
         assert (about["sequence"], about["changes_digest"], about["posts"]) == (1, changed.mark.digest, 299)
         assert about["topics"] == [*corpora.TOPICS, "chess"]
+
+
+@BOTH
+def test_a_reload_loses_no_request_that_waits_for_a_change(tmp_path: Path, path: str) -> None:
+    """It is answered by what serves then: here that lacks the change too."""
+    retrieval = corpora.setting(tmp_path)
+    with served(retrieval=retrieval) as (client, ranker), ThreadPoolExecutor() as pool:
+        assert client.portal is not None
+        waiting = pool.submit(client.post, path, json=asked(), headers={"x-corpus-at-least": "1"})
+        time.sleep(0.05)  # it waits by now
+        client.portal.call(ranker.corpus.swap, retrieval.checkpoint, retrieval.corpus)
+        assert waiting.result().json()["code"] == "corpus_behind"
 
 
 def test_each_post_has_the_topic_of_the_corpus(client: TestClient) -> None:
