@@ -182,7 +182,7 @@ class CorpusService(Protocol):
     async def reach(self, at_least: str, key: str | None, deadline: float) -> None:
         """Wait until what serves has had this change: a number of changes, or a position of the feed. It may be another corpus than before.
 
-        Returns after half a second at most, and at once where many requests wait, or many of this API key: `search` then refuses.
+        Raises CorpusBehind after half a second or at the deadline, and at once where many requests wait, or many of this API key.
         """
         ...
 

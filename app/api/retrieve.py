@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ async def retrieve(caller: Caller) -> Response:
         k, history = _k(retrieve_request, limits), retrieve_request.sizes()["history"]
         caller.note(retrieve_request.request_id, served.manifest.config, candidates=k, history=history)
     if at_least := _at_least(caller):
-        await corpus.reach(at_least, caller.key, caller.deadline)
+        await _reach(caller, at_least)
         served = corpus.served  # another one may serve by now
     with exchange.measured("parse"):
         query = _query(retrieve_request, k, at_least, served.vocabulary, served.manifest.config)
@@ -95,7 +96,7 @@ async def recommend(caller: Caller) -> Response:
     k, history = _k(recommend_request, limits), recommend_request.sizes()["history"]
     caller.note(recommend_request.request_id, model.manifest.config, candidates=k, history=history)
     if at_least := _at_least(caller):  # before it has a place, which others could use while it waits
-        await ranker.corpus.reach(at_least, caller.key, caller.deadline)
+        await _reach(caller, at_least)
         model, served = _served_now(ranker)  # others may serve by now
     # Before the search: a request that the ranker would refuse costs none, and one that is admitted ends even in a drain.
     with ranker.admit(model, caller.place_request(candidates=k, history=history)) as job:
@@ -108,6 +109,12 @@ async def recommend(caller: Caller) -> Response:
         caller.note_served(checked, ranked, placement)
     fields = replies.headers_of(model, ranked, exchange)
     return Response(body, media_type=replies.JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
+
+
+async def _reach(caller: CallerInfo, at_least: str) -> None:
+    """Wait until the corpus has had this change. The time is no part of how long replies take. Raises CorpusBehind."""
+    await caller.state.ranker.corpus.reach(at_least, caller.key, caller.deadline)
+    caller.exchange.turn_at = time.perf_counter()
 
 
 def _served_now(ranker: RankingService) -> tuple[ServedModel, ServedCorpus]:

@@ -38,6 +38,7 @@ LOADING_SECONDS = 2.0  # after which it is worth asking again
 BEHIND_SECONDS, MOST_BEHIND = 0.5, 32
 """How long a request waits for a change that the corpus has not had yet, and how many do so at once, since each keeps what it was sent;
 the others are refused."""
+BEHIND_RETRY_SECONDS = 1.0
 
 log = structlog.get_logger("app.corpus.searches")
 
@@ -269,14 +270,17 @@ class Searches:
 
     async def reach(self, at_least: str, key: str | None, deadline: float) -> None:
         """See `interface.CorpusService.reach`."""
-        if self._has_reached(at_least) or not self._waiting.has_room(key, 1):
+        if self._has_reached(at_least):
             return
+        if not self._waiting.has_room(key, 1):
+            raise CorpusBehind(retry_after_seconds=BEHIND_RETRY_SECONDS)
         self._waiting.take(key, 1)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(BEHIND_SECONDS, deadline - self._clock())):
-                    while not self._has_reached(at_least):
-                        await self._news.wait()
+            async with asyncio.timeout(min(BEHIND_SECONDS, deadline - self._clock())):
+                while not self._has_reached(at_least):
+                    await self._news.wait()
+        except TimeoutError:
+            raise CorpusBehind(retry_after_seconds=BEHIND_RETRY_SECONDS) from None
         finally:
             self._waiting.take(key, -1)
 
@@ -290,7 +294,7 @@ class Searches:
         if scheduler is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
         if query.at_least and not scheduler.loaded.engine.mark.reaches(query.at_least):
-            raise CorpusBehind(retry_after_seconds=1.0)
+            raise CorpusBehind(retry_after_seconds=BEHIND_RETRY_SECONDS)
         if query.handle:
             query = self._handles.query(query, served.manifest, request.key, is_counted=not request.has_place)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()

@@ -180,13 +180,13 @@ def test_rolling_restarts_behind_haproxy_lose_no_request(tmp_path: Path, duratio
 
 
 class Fake(ThreadingHTTPServer):
-    """Stands for a ranker: 200 to everything, and it can be made to drain and to hold what it is asked."""
+    """Stands for a ranker: 200 to everything. It can be made to drain, to hold what it is asked, and to answer rankings otherwise."""
 
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
-        self.is_ready, self.asked = True, 0
+        self.is_ready, self.asked, self.status = True, 0, 200
         self.rankings_go_on = threading.Event()
         self.rankings_go_on.set()
         super().__init__((address, port), FakeHandler)
@@ -203,7 +203,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["content-length"]))
         self.server.asked += 1
         self.server.rankings_go_on.wait()
-        self.answer(200)
+        self.answer(self.server.status)
 
     def answer(self, status: int) -> None:
         with suppress(OSError):  # HAProxy has given up
@@ -327,6 +327,18 @@ def test_a_drain_cuts_no_request_that_is_open(tmp_path: Path) -> None:
             assert [server.asked for server in servers if server is not drained] == [0]
 
 
+def test_a_request_that_waits_for_a_change_is_sent_once(tmp_path: Path) -> None:
+    with fakes("127.0.0.1", "127.0.0.1") as servers:
+        with proxied(tmp_path, [server.server_port for server in servers]) as found:
+            for server in servers:
+                server.status = 503
+            for headers, times in ({"x-corpus-at-least": "7"}, 1), ({}, 6):
+                assert found.proxy.post("/retrieve", BODIES[0], **headers).status_code == 503
+                assert sum(server.asked for server in servers) == times
+                for server in servers:
+                    server.asked = 0
+
+
 PUBLIC = [
     *("POST /rank", "POST /rank/phoenix", "POST /rank/batch", "POST /context", "POST /retrieve", "POST /recommend"),
     *("GET /v2", "GET /v2/health/live", "GET /v2/health/ready", "GET /v2/models/phoenix", "GET /v2/models/a/ready"),
@@ -355,6 +367,15 @@ INSIDE = [
 BELOW_A_PATH = "^(/ranker)?/"
 
 
+PAGE = ["GET /explore", "GET /assets/page.js", "GET /info", "GET /openapi.json", "POST /explain"]
+
+
+def with_the_page(text: str) -> str:
+    """The shipped file with the paths that its comment names for the page."""
+    names = re.findall(r"such as (\S+) for the page", text)
+    return text.replace("|v2(/.*)?)$", f"|v2(/.*)?{names[0]})$")
+
+
 def answered(found: Proxied, line: str) -> int:
     """The status of the reply to this request, whose path is sent as it is."""
     connection = http.client.HTTPConnection("127.0.0.1", found.proxy.port, timeout=30)
@@ -375,6 +396,9 @@ def test_only_what_is_for_callers_passes(tmp_path: Path) -> None:
         with proxied(tmp_path, ports, below_a_path) as found:
             assert [answered(found, f"POST {path}") for path in ("/ranker/rank", "/rank")] == [200, 200]
             assert answered(found, "GET /ranker/metrics") == 404
+        with proxied(tmp_path, ports, with_the_page) as found:
+            assert {line: answered(found, line) for line in PAGE} == dict.fromkeys(PAGE, 200)
+            assert answered(found, "GET /metrics") == 404
 
 
 def test_a_body_may_take_longer_than_a_header(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
             behind = client.post(path, json=asked(), headers={"x-corpus-at-least": "1"})
             assert (behind.status_code, behind.json()["code"]) == (503, "corpus_behind")
             assert behind.headers["retry-after"] == "1"
+            hasty = {"x-corpus-at-least": "1", "x-request-timeout-ms": "50"}
+            assert client.post(path, json=asked(), headers=hasty).json()["code"] == "corpus_behind"
             assert client.post(path, json=asked(), headers={"x-corpus-at-least": "0"}).status_code == 200
     changed = asyncio.run(change())
     with served(retrieval=retrieval) as (client, _):
@@ -105,6 +107,25 @@ def test_a_reload_loses_no_request_that_waits_for_a_change(tmp_path: Path, path:
         time.sleep(0.05)  # it waits by now
         client.portal.call(ranker.corpus.swap, retrieval.checkpoint, retrieval.corpus)
         assert waiting.result().json()["code"] == "corpus_behind"
+
+
+@pytest.mark.one_process("the change is made in the loop of the client")
+@BOTH
+def test_how_long_replies_take_leaves_out_a_wait_for_a_change(tmp_path: Path, path: str) -> None:
+    """Else requests of others would be refused as too late."""
+    rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), ["chess"])
+    admin = {"port": 0, "token_sha256": "9f" * 32}
+    with served(retrieval=corpora.setting(tmp_path), admin=admin) as (client, ranker), ThreadPoolExecutor() as pool:
+        assert client.portal is not None
+        client.post(path, json=asked())  # the first one takes long
+        of_path = client.app.state.leavers.of(None, path)
+        before, begun = of_path.reply_seconds, time.monotonic()
+        waiting = [pool.submit(client.post, path, json=asked(), headers={"x-corpus-at-least": "1"}) for _ in range(12)]
+        time.sleep(0.2)
+        client.portal.call(ranker.corpus.change, PostChange(np.zeros(0, np.uint64), rows))
+        assert {each.result().status_code for each in waiting} == {200}
+        assert time.monotonic() - begun > 0.2
+        assert of_path.reply_seconds < before + 0.05
 
 
 def test_each_post_has_the_topic_of_the_corpus(client: TestClient) -> None:
