@@ -12,12 +12,13 @@ import msgspec
 class Exchange(msgspec.Struct):
     """It is logged, so it holds nothing of a user's history, and names of requests only after a check.
 
-    `started`, when its first bytes came, `came`, when the last did, and `turn_at`, when its turn came: they were read, and the corpus had
-    the change that it asked for, in seconds of `time.perf_counter`; `stages` in seconds, and `spans` has when each of them first began and
-    last ended, on that clock. `status` 499 means that the client disconnected; `code` is a problem's. A request that was not named by its
-    caller's header takes the name in its body, if there is one. `scored`: of its replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards
-    what all bodies may take together; `is_reading`: the body is on its way, `is_read`: it is whole. `has_long_body`: it is, or may be, so
-    long that a refusal ends the connection rather than read it. `says_deadline`: the caller's own header says how long it waits.
+    `started`, when its first bytes came, `came`, when the last did, and `turn_at`, when its turn came: they were read, and the corpus
+    had the change that it asked for, in seconds of `time.perf_counter`; `stages` in seconds, and `spans` has when each of them first
+    began and last ended, on that clock. `status` 499 means that the client disconnected; `code` is a problem's. A request that was not
+    named by its caller's header takes the name in its body, if there is one. `scored`: of its replies, the action names and the
+    probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together; `is_reading`: the body is on its
+    way, `is_read`: it is whole. `has_long_body`: it is, or may be, so long that a refusal ends the connection rather than read it.
+    `says_deadline`: the caller's own header says how long it waits.
     """
 
     request_id: str

@@ -328,15 +328,17 @@ def test_a_drain_cuts_no_request_that_is_open(tmp_path: Path) -> None:
 
 
 def test_a_request_that_waits_for_a_change_is_sent_once(tmp_path: Path) -> None:
-    with fakes("127.0.0.1", "127.0.0.1") as servers:
-        with proxied(tmp_path, [server.server_port for server in servers]) as found:
+    with (
+        fakes("127.0.0.1", "127.0.0.1") as servers,
+        proxied(tmp_path, [server.server_port for server in servers]) as found,
+    ):
+        for server in servers:
+            server.status = 503
+        for headers, times in ({"x-corpus-at-least": "7"}, 1), ({}, 6):
+            assert found.proxy.post("/retrieve", BODIES[0], **headers).status_code == 503
+            assert sum(server.asked for server in servers) == times
             for server in servers:
-                server.status = 503
-            for headers, times in ({"x-corpus-at-least": "7"}, 1), ({}, 6):
-                assert found.proxy.post("/retrieve", BODIES[0], **headers).status_code == 503
-                assert sum(server.asked for server in servers) == times
-                for server in servers:
-                    server.asked = 0
+                server.asked = 0
 
 
 PUBLIC = [
