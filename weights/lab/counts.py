@@ -67,7 +67,7 @@ def popularity(log: Log, frozen: int, action: int) -> Floats:
 def count_probabilities(examples: Examples, frozen: int, action: int, seed: int = 1) -> Floats:
     """Probabilities of the action for every row of the log, float32 `[n]`: a logistic model on `count_features`.
 
-    It is fitted on rows before `frozen`. Every row's counts end before its own second. Where the action always or never happened before
+    It is fitted on rows before `frozen`, each as often as its weight says. Every row's counts end before its own second. Where the action always or never happened before
     `frozen`, the post's rate takes its place.
     """
     rows = _rows_to_fit_on(examples.log, frozen, action, seed)
@@ -75,17 +75,21 @@ def count_probabilities(examples: Examples, frozen: int, action: int, seed: int 
     if happened.all() or not happened.any():
         return popularity(examples.log, frozen, action)
     features = count_features(examples, frozen, action)
-    return _logistic(features[rows], happened, features)
+    weight = None if examples.log.weight is None else examples.log.weight[rows]
+    return _logistic(features[rows], happened, weight, features)
 
 
 def _rows_to_fit_on(log: Log, frozen: int, action: int, seed: int) -> Ints:
-    """At most MOST_ROWS of the rows before `frozen` that have counts and whose outcome is known, in order."""
+    """At most MOST_ROWS of the rows before `frozen` that have counts, whose outcome is known, and that count, in order."""
     first = int(frozen * COUNTS_FROM)
     rows = np.sort(first + np.random.default_rng(seed).permutation(frozen - first)[:MOST_ROWS])
-    return rows[log.known_rows(action)[rows]]
+    rows = rows[log.known_rows(action)[rows]]
+    return rows if log.weight is None else rows[log.weight[rows] > 0]
 
 
-def _logistic(features: NDArray[np.float64], happened: NDArray[np.bool_], others: NDArray[np.float64]) -> Floats:
+def _logistic(
+    features: NDArray[np.float64], happened: NDArray[np.bool_], weight: Floats | None, others: NDArray[np.float64]
+) -> Floats:
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -93,7 +97,10 @@ def _logistic(features: NDArray[np.float64], happened: NDArray[np.bool_], others
 
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     with threadpool_limits(1):
-        return np.asarray(model.fit(features, happened).predict_proba(others)[:, 1], np.float32)
+        return np.asarray(
+            model.fit(features, happened, logisticregression__sample_weight=weight).predict_proba(others)[:, 1],
+            np.float32,
+        )
 
 
 def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.float64]:

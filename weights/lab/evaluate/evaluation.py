@@ -379,7 +379,7 @@ def on_own_validation(
 ) -> OwnValidation:
     """Compare a ranker with the simple baselines on the validation requests of its own run, which `train` was given by these arguments."""
     examples = Examples(log if until_ts is None else log.before(until_ts), ranker.config)
-    trained, validation = split(len(examples), settings.validation_requests, settings.validation_share)
+    trained, validation = split(examples.log.counted_requests, settings.validation_requests, settings.validation_share)
     first = len(trained)
     rows = rows_of(examples, validation)
     shown = examples.log.take(rows)

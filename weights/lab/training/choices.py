@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from weights.actions import default_score_weights
 from weights.lab.counts import rates_pass, repeated_share
 from weights.lab.training.log import Log, date_of, distinct, time_words
-from weights.lab.training.run import check_split
+from weights.lab.training.run import check_split, split
 from weights.lab.training.settings import TrainSettings, demo_config, hashes, replaced
 from weights.tables import TableError
 
@@ -353,9 +353,11 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
     enough = int(np.ceil(VALIDATION_POSITIVES * requests / positives))
     affordable = int(VALIDATION_COST * passes_over(len(log)) * requests)
     validated = min(max(FEWEST_VALIDATION_REQUESTS, min(enough, affordable)), max(1, round(share * requests)))
-    newest = int(len(log) * (1 - NEWEST_SHARE))
+    action, newest = log.action_names.index(name), int(len(log) * (1 - NEWEST_SHARE))
+    _, validation = split(log.counted_requests, max(FEWEST_VALIDATION_REQUESTS, validated), round(share, 3))
+    taken = int(np.add.reduceat(log.actions[:, action], log.request_starts, dtype=np.int64)[validation].sum())
     are_counted = len(log) <= COUNTED_IMPRESSIONS
-    is_passing = are_counted and rates_pass(log, newest, log.action_names.index(name))
+    is_passing = are_counted and rates_pass(log, newest, action)
     are_repeated = are_counted and not is_passing and repeated_share(log, newest) >= REPEATED_SHARE
     remark = (
         ", and no post or author stays popular"
@@ -371,7 +373,7 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
     smoothed = f"; {counts:.0%} of each label is what counts expect" if counts else ""
     return Choice(
         f"{positives:,} times {name} in {requests:,} requests{remark}",
-        f"validate on {validated:,} of the newest requests, about {positives * validated // requests:,} times {name}{smoothed}",
+        f"validate on {len(validation):,} of the newest requests, {taken:,} times {name}{smoothed}",
         {
             "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_share": counts,
             "validation_share": round(share, 3), "validation_requests": max(FEWEST_VALIDATION_REQUESTS, validated),

@@ -149,6 +149,18 @@ class Log:
         return np.ones(len(self.action_names), bool) if self.unknown is None else np.asarray(~self.unknown.all(0))
 
     @property
+    def counted_requests(self) -> NDArray[np.bool_]:
+        """The requests that say something to training: a row of theirs counts, and of it some action is known, bool `[R]`."""
+        if self.unknown is None and self.weight is None:
+            return np.ones(self.requests, bool)
+        counted = np.ones(len(self), bool)
+        if self.unknown is not None:
+            counted &= ~self.unknown.all(1)
+        if self.weight is not None:
+            counted &= self.weight > 0
+        return np.asarray(np.logical_or.reduceat(counted, self.request_starts))
+
+    @property
     def taught_actions(self) -> NDArray[np.bool_]:
         """The actions that training on these rows teaches: known of some row that counts, bool `[A]`."""
         if self.weight is None:

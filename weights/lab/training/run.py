@@ -51,7 +51,7 @@ def train(
         check_split(log, until_ts)
     examples = Examples(log, config)
     requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
-    parts = split(requests, settings.validation_requests, settings.validation_share)
+    parts = split(log.counted_requests[:requests], settings.validation_requests, settings.validation_share)
     if settings.counts_share:
         examples.smoothed = smoothed_labels(examples, int(examples.stops[parts[0][-1]]), settings.counts_share)
     with alone_in(state) if state else nullcontext(), reproducible(settings.threads):
@@ -89,20 +89,20 @@ def check_split(log: Log, split_ts: int) -> None:
 def validation_requests(examples: Examples, until_ts: int | None, share: float = VALIDATION_SHARE) -> NDArray[np.int64]:
     """The requests that `train` validates on, from which no step learned: all of the last `share` of the training period."""
     requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
-    return split(requests, requests, share)[1]
+    return split(examples.log.counted_requests[:requests], requests, share)[1]
 
 
 def validation_begins(log: Log, until_ts: int | None, settings: TrainSettings) -> int:
     """The time of the first request that `train` validates on, Unix seconds."""
     past = log if until_ts is None else log.before(until_ts)
-    _, validation = split(past.requests, settings.validation_requests, settings.validation_share)
+    _, validation = split(past.counted_requests, settings.validation_requests, settings.validation_share)
     return int(past.impression_ts[past.request_starts[validation[0]]])
 
 
 def taught_actions(log: Log, until_ts: int | None, settings: TrainSettings, start: Ranker | None = None) -> list[str]:
     """The actions that `train` teaches by these arguments, or that `start` was taught before: a head of zeros was taught by nothing."""
     past = log if until_ts is None else log.before(until_ts)
-    trained, _ = split(past.requests, settings.validation_requests, settings.validation_share)
+    trained, _ = split(past.counted_requests, settings.validation_requests, settings.validation_share)
     taught = past.take(slice(0, int(np.append(past.request_starts, len(past))[len(trained)]))).taught_actions
     if start is not None:
         taught = taught | start.heads.actions.weight.any(0).cpu().numpy()
@@ -110,13 +110,16 @@ def taught_actions(log: Log, until_ts: int | None, settings: TrainSettings, star
 
 
 def split(
-    requests: int, validation_requests: int, share: float = VALIDATION_SHARE
+    counted: NDArray[np.bool_], validation_requests: int, share: float = VALIDATION_SHARE
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices to train on, and an even sample of at most `validation_requests` of the last `share` to validate on. Raises TableError."""
-    cut = min(int(requests * (1 - share)), requests - 1)
+    """Indices to train on, and an even sample of at most `validation_requests` to validate on: of the last `share` of the requests that
+    count. `counted`: `Log.counted_requests`, in time order. Raises TableError."""
+    counting = np.flatnonzero(counted)
+    cut = min(int(len(counting) * (1 - share)), len(counting) - 1)
     if cut < 1:
+        known = "" if len(counting) == len(counted) else f", of which {len(counting)} count and have a known action,"
         raise TableError(
-            f"a training period of {requests} request{'s' * (requests != 1)} is too short: some must be kept to validate"
+            f"a training period of {len(counted)} request{'s' * (len(counted) != 1)}{known} is too short: some must be kept to validate"
         )
-    last = np.arange(cut, requests)
-    return np.arange(cut), last[:: -(-len(last) // validation_requests)]
+    last = counting[cut:]
+    return np.arange(last[0]), last[:: -(-len(last) // validation_requests)]

@@ -42,7 +42,7 @@ def small_config() -> ModelConfig:
 
 def small_trainer(examples: Examples, **changes: object) -> Trainer:
     """A trainer before its first step; `changes` are fields of TrainSettings."""
-    return Trainer(examples, *split(len(examples), 20), replace(TRAINING, **changes), dwell_output=0)
+    return Trainer(examples, *split(examples.log.counted_requests, 20), replace(TRAINING, **changes), dwell_output=0)
 
 
 def exact_body(examples: Examples, index: int) -> dict[str, Any]:

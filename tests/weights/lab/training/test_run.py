@@ -169,12 +169,37 @@ def test_a_split_outside_the_log_is_refused_with_the_logs_range(world: World) ->
 
 
 def test_the_last_requests_validate_and_one_alone_is_too_few() -> None:
-    kept, validation = split(1000, 10)
+    kept, validation = split(np.ones(1000, bool), 10)
     assert kept.tolist() == list(range(970))
     assert validation.tolist() == list(range(970, 1000, 3))
-    assert [part.tolist() for part in split(2, 10)] == [[0], [1]]
+    assert [part.tolist() for part in split(np.ones(2, bool), 10)] == [[0], [1]]
     with pytest.raises(TableError, match="1 request is too short"):
-        split(1, 10)
+        split(np.ones(1, bool), 10)
+
+
+@pytest.mark.parametrize("why", ["unknown", "no weight"])
+def test_requests_that_say_nothing_validate_nothing(why: str, world: World) -> None:
+    """Such as those of the last day, whose labels have not come yet. A loss of 0 on them would be the best one there is."""
+    log = world.log
+    begins = int(log.impression_ts[int(0.7 * len(log))])
+    says_nothing = log.impression_ts >= begins
+    unknown = np.repeat(says_nothing[:, None], len(log.action_names), 1)
+    log = replace(
+        log,
+        **(
+            {"unknown": unknown, "actions": log.actions & ~unknown}
+            if why == "unknown"
+            else {"weight": np.where(says_nothing, 0, 1).astype(np.float32)}
+        ),
+    )
+    seen: list[Status] = []
+    trained = train(log, small_config(), SHORT, report=seen.append)
+    assert seen[-1].best > 0.01
+    if why == "unknown":
+        before = train(log.before(begins), small_config(), SHORT)
+        assert all(torch.equal(value, trained.state_dict()[name]) for name, value in before.state_dict().items())
+    with pytest.raises(TableError, match="of which 0 count"):
+        train(log.since(begins), small_config(), SHORT)
 
 
 @pytest.mark.slow
@@ -187,6 +212,19 @@ def test_labels_smoothed_by_counts_keep_their_mean(world: World) -> None:
     assert (smoothed[happened] >= 0.5).all()
     assert (smoothed[~happened] <= 0.5).all()
     assert np.array_equal(smoothed_labels(examples, rows, 0.0), happened)
+
+
+def test_smoothed_labels_count_each_row_by_its_weight(world: World) -> None:
+    """Such as where one in five of the impressions that were passed over is kept, with a weight of 5."""
+    log, rows = world.log, len(world.log)
+    action = log.action_names.index("favorite")
+    happened = log.actions[:, action]
+    weight = np.where(happened, 1, 5).astype(np.float32)
+    examples = Examples(replace(log, weight=weight), small_config())
+    smoothed = smoothed_labels(examples, rows, 1.0)[:, action]
+    expected = np.average(happened, weights=weight)
+    assert np.average(smoothed, weights=weight) == pytest.approx(expected, rel=0.1)
+    assert happened.mean() > 2 * expected
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_a_run_tells_every_evaluation_and_why_it_ended(examples: Examples) -> No
 
 def test_thirty_default_steps_lead_where_they_always_led(examples: Examples) -> None:
     with reproducible(1):
-        run = Trainer(examples, *split(len(examples), 20), TrainSettings(), dwell_output=0)
+        run = Trainer(examples, *split(examples.log.counted_requests, 20), TrainSettings(), dwell_output=0)
         before = {name: value.clone() for name, value in run.ranker.state_dict().items()}
         for _ in range(30):
             run.advance()
@@ -77,7 +77,7 @@ def test_a_short_run_with_a_slow_average_keeps_what_it_learned(examples: Example
     def best_loss(averaging: float) -> float:
         with reproducible(1):
             settings = replace(TRAINING, epochs=4, averaging=averaging)
-            run = Trainer(examples, *split(len(examples), 20), settings, dwell_output=0)
+            run = Trainer(examples, *split(examples.log.counted_requests, 20), settings, dwell_output=0)
             run.run(lambda status: None, lambda current: None)
         return run.best_loss
 
