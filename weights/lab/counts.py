@@ -67,8 +67,8 @@ def popularity(log: Log, frozen: int, action: int) -> Floats:
 def count_probabilities(examples: Examples, frozen: int, action: int, seed: int = 1) -> Floats:
     """Probabilities of the action for every row of the log, float32 `[n]`: a logistic model on `count_features`.
 
-    It is fitted on rows before `frozen`, each as often as its weight says. Every row's counts end before its own second. Where the action always or never happened before
-    `frozen`, the post's rate takes its place.
+    It is fitted on rows before `frozen`, each as often as its weight says. Every row's counts end before its own second. Where the action
+    always or never happened before `frozen`, the post's rate takes its place.
     """
     rows = _rows_to_fit_on(examples.log, frozen, action, seed)
     happened = examples.log.actions[rows, action]
