@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 import orjson
 from msgspec import UNSET, UnsetType
+from msgspec.structs import asdict, astuple
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
@@ -90,10 +91,10 @@ def check(request: RankRequest, vocabulary: Vocabulary, config: ModelConfig, nam
     do no harm.
     """
     context = context_of(request, vocabulary, config) if request.context is UNSET else request.context
-    posts = _Posts("candidates", request.candidates)
+    posts = _Posts.of("candidates", request.candidates)
     created_at = posts.times("created_at")
-    post_ids, author_ids = posts.ids("post_id", vocabulary.ids), posts.ids("author_id", vocabulary.ids)
-    surfaces, codes, sent_ids = posts.surfaces(vocabulary), posts.codes(vocabulary), posts.column("post_id")
+    post_ids, author_ids = posts.ids(vocabulary.ids)
+    surfaces, codes, sent_ids = posts.surfaces(vocabulary), posts.codes(vocabulary), [*posts.column("post_id")]
     options = options_of(request, vocabulary, name)
     ages = age_bucket(request.impression_ts, created_at, config)
     candidates = Candidates(post_ids, author_ids, surfaces, ages, codes=codes)
@@ -105,19 +106,18 @@ def context_of(request: UserRequest | ContextRequest, vocabulary: Vocabulary, co
     user_id = 0 if request.user_id is UNSET else _user_id(request.user_id, vocabulary.ids)
     if request.history is UNSET or not count_of(request.history):
         return _without_history(user_id, vocabulary)
-    posts = _Posts("history", request.history)
-    post_ids, author_ids = posts.ids("post_id", vocabulary.ids), posts.ids("author_id", vocabulary.ids)
+    posts = _Posts.of("history", request.history)
+    post_ids, author_ids = posts.ids(vocabulary.ids)
     surfaces, actions, dwell = posts.surfaces(vocabulary), posts.actions(vocabulary), posts.dwell_seconds()
     codes = posts.codes(vocabulary)
     first = max(0, len(post_ids) - config.history_length)
-
-    def newest(column: NDArray[Any]) -> NDArray[Any]:
-        return column[first:].copy() if first else column  # a view would keep the whole history while the request waits
-
+    columns: list[NDArray[Any]] = [post_ids, author_ids, actions, surfaces, dwell, codes]
+    if first:  # a view would keep the whole history while the request waits
+        columns = [column[first:].copy() for column in columns]
+    post_ids, author_ids, actions, surfaces, dwell, codes = columns
     # The model clips there anyway; clipping here makes equal tokens equal keys of the cache, and 1e300 fit a float32.
-    dwell = np.minimum(newest(dwell), MAX_DWELL_SECONDS).astype(np.float32)
-    columns = newest(post_ids), newest(author_ids), newest(actions), newest(surfaces)
-    return Context(user_id, *columns, dwell, dropped=first, codes=newest(codes))
+    dwell_seconds = np.minimum(dwell, MAX_DWELL_SECONDS).astype(np.float32)
+    return Context(user_id, post_ids, author_ids, actions, surfaces, dwell_seconds, dropped=first, codes=codes)
 
 
 def _without_history(user_id: int, vocabulary: Vocabulary) -> Context:
@@ -125,9 +125,9 @@ def _without_history(user_id: int, vocabulary: Vocabulary) -> Context:
     return Context(user_id, none, none, actions, np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
-def sent_history_ids(request: UserRequest) -> list[int | str]:
+def sent_history_ids(request: UserRequest) -> Sequence[int | str]:
     """Return the history's post ids as they came, none where the request names a context."""
-    return [] if request.history is UNSET else _Posts("history", request.history).column("post_id")
+    return [] if request.history is UNSET else _Posts.of("history", request.history).column("post_id")
 
 
 def options_of(request: RankRequest | RecommendRequest, vocabulary: Vocabulary, name: str = "") -> ReplyOptions:
@@ -217,13 +217,13 @@ def _text_ids(sent: Sequence[Any]) -> NDArray[np.uint64]:
 
 def _integer_ids(sent: Sequence[Any]) -> NDArray[np.uint64]:
     """Raises ValueError, OverflowError or TypeError where one is neither an integer of 64 bits without sign nor its decimal string."""
-    try:
-        return np.asarray(array("Q", sent))
-    except TypeError:  # some are strings
-        written = orjson.dumps(sent)[1:-1].translate(None, b'"')
-    if written.translate(None, b"0123456789,"):
+    if not sent or type(sent[0]) is int:
+        with suppress(TypeError):  # some are strings
+            return np.asarray(array("Q", sent))
+    written = orjson.dumps(sent).translate(None, b'"')
+    if written.translate(None, b"0123456789,") != b"[]":
         raise ValueError
-    numbers = orjson.loads(b"[%b]" % written)  # refuses empty strings and leading zeros
+    numbers = orjson.loads(written)  # refuses empty strings and leading zeros
     if len(numbers) != len(sent):  # a comma in a string
         raise ValueError
     return np.asarray(array("Q", numbers))  # 2^64 and more came as a float, which is a TypeError
@@ -235,21 +235,33 @@ class _Posts:
 
     name: str
     items: Items
+    columns: Mapping[str, Sequence[Any]]
 
-    def column(self, field: str) -> list[Any]:
+    @classmethod
+    def of(cls, name: str, items: Items) -> _Posts:
+        """The columns of these posts."""
+        if not isinstance(items, list):
+            return cls(name, items, {field: column for field, column in asdict(items).items() if column is not UNSET})
+        fields = items[0].__struct_fields__ if items else ()
+        return cls(name, items, dict(zip(fields, zip(*map(astuple, items), strict=True), strict=True)))
+
+    def column(self, field: str) -> Sequence[Any]:
         """One value a post as it was sent; empty where an optional array was left out."""
-        if isinstance(self.items, list):
-            return [*map(attrgetter(field), self.items)]
-        column: list[Any] | UnsetType = getattr(self.items, field)
-        return [] if column is UNSET else column
+        return self.columns.get(field, ())
 
     def path(self, field: str, row: int) -> str:
         """Where the value of one post is."""
         return f"{self.name}[{row}].{field}" if isinstance(self.items, list) else f"{self.name}.{field}[{row}]"
 
-    def ids(self, field: str, kind: IdKind) -> NDArray[np.uint64]:
-        """Ids, uint64 `[n]`."""
-        return _ids(self.column(field), kind, lambda row: self.path(field, row))
+    def ids(self, kind: IdKind) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Ids of the posts and of their authors, each uint64 `[n]`, read in one go: it takes half the time."""
+        posts, authors = self.column("post_id"), self.column("author_id")
+
+        def path(row: int) -> str:
+            return self.path("post_id", row) if row < len(posts) else self.path("author_id", row - len(posts))
+
+        both = _ids([*posts, *authors], kind, path)
+        return both[: len(posts)], both[len(posts) :]
 
     def times(self, field: str) -> NDArray[np.int64]:
         """Unix seconds, int64 `[n]`."""

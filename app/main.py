@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from types import MappingProxyType
@@ -15,7 +15,8 @@ import structlog
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from starlette.types import ASGIApp
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app import DISTRIBUTION, schema
 from app.api import admin, explain, infer, operations, rank, retrieve
@@ -54,10 +55,34 @@ class Application(FastAPI):
 
     def build_middleware_stack(self) -> ASGIApp:
         """Return the middlewares around the routes, the one that was added last outermost."""
-        app: ASGIApp = self.router
+        app: ASGIApp = _routed(self.router)
         for kind, arguments, options in reversed(self.user_middleware):
             app = kind(app, *arguments, **options)
         return app
+
+
+def _routed(router: APIRouter) -> ASGIApp:
+    """The router, except that a route whose path has no parameters is looked up: the router tries one pattern after the other.
+
+    Below a path of a proxy, or of another application that this one is mounted in, the router does it all.
+    """
+    fixed: dict[tuple[str, str], APIRoute] = {}
+    for route in router.routes:
+        if isinstance(route, APIRoute) and not route.param_convertors:
+            for method in route.methods or ():
+                scope = {"type": "http", "method": method, "path": route.path}
+                if next(other for other in router.routes if other.matches(scope)[0] == Match.FULL) is route:
+                    fixed[method, route.path] = route
+
+    def app(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        is_below = scope["type"] != "http" or scope.get("root_path")
+        route = None if is_below else fixed.get((scope["method"], scope["path"]))
+        if route is None:
+            return router(scope, receive, send)
+        scope["route"], scope["endpoint"], scope["path_params"] = route, route.endpoint, {}
+        return route.app(scope, receive, send)
+
+    return app
 
 
 def operation_id(route: APIRoute) -> str:

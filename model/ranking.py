@@ -53,4 +53,4 @@ def offset(scores: NDArray[np.float64], negative: float, every: float) -> NDArra
 
 def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:
     """Indices best first; equal scores keep their order."""
-    return np.argsort(-scores, kind="stable")
+    return (-scores).argsort(kind="stable")

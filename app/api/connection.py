@@ -130,6 +130,13 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = Flow(transport, self.parse_soon)
         self.cork = Cork(transport, self.close)
+        about: dict[object, object] = {
+            "has_closed": self.has_closed,
+            "has_left": self.has_left,
+            "probe": self.probe,
+            "lag_seconds": self.lag_seconds,
+        }
+        self.extensions = {CANCELS: about}
         self.due_at = self.loop.time() + HEAD_SECONDS
 
     def data_received(self, data: bytes) -> None:
@@ -217,14 +224,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {
-            CANCELS: {
-                "has_closed": self.has_closed,
-                "has_left": self.has_left,
-                "probe": self.probe,
-                "lag_seconds": self.lag_seconds,
-            }
-        }
+        self.scope["extensions"] = self.extensions
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0
         self.due_at, self.is_spared = self.loop.time() + HEAD_SECONDS, False
 
@@ -247,8 +247,10 @@ class Connection(HttpToolsProtocol):
                 raise InvalidTarget
             if self.parser.get_http_version() == "1.0":  # whose clients know no interim replies: RFC 9110, 10.1.1
                 self.expect_100_continue = False
-            length = next((value for name, value in self.headers if name == b"content-length"), b"0")
-            self.body_left = int(length)  # the parser has checked it
+            for name, value in self.headers:
+                if name == b"content-length":
+                    self.body_left = int(value)  # the parser has checked it
+                    break
             if self.url.partition(b"?")[0].count(b"%") > MOST_ESCAPES:
                 self.url = LONG_TARGET
             super().on_headers_complete()  # raises where httptools cannot read the target

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from app import replies, schema
 from app.api.caller import Caller, CallerInfo
 from app.api.in_flight import InFlight
-from app.api.route import Route
+from app.api.route import JsonReply, Route
 from app.api.state import state_of
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
 from app.explanation import MAX_EXPLAINED, Question, render
@@ -110,7 +110,7 @@ async def explain(caller: Caller) -> Response:
             await asyncio.sleep(0)  # let other requests in
         exchange.stages["serialize"] = time.perf_counter() - started
         exchange.passed([("serialize", exchange.stages["serialize"])])
-    return Response(b"".join(written), media_type=replies.JSON, headers=replies.headers_of(model, ranked, exchange))
+    return JsonReply(b"".join(written), replies.headers_of(model, ranked, exchange))
 
 
 async def _question(caller: CallerInfo, model: ServedModel) -> Question:

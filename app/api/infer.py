@@ -14,7 +14,7 @@ from app import DISTRIBUTION, replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, deadline_of
 from app.api.operations import NOT_NOW, Described, answers, check_ready, json_reply
 from app.api.rank import note_timings
-from app.api.route import Route
+from app.api.route import JsonReply, Route
 from app.api.state import state_of
 from app.errors import InvalidRequest, ModelNotFound
 from app.interface import RankingService, ServedModel
@@ -182,7 +182,7 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
         caller.note_served(checked, ranked, placement)
     fields = replies.headers_of(model, ranked, exchange)
     if not any(tensor_request.outputs.values()):
-        return Response(text, media_type=replies.JSON, headers=fields)
+        return JsonReply(text, fields)
     return Response(text + binary, media_type=BINARY, headers=fields | {LENGTH_HEADER: str(len(text))})
 
 

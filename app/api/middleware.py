@@ -233,7 +233,11 @@ class HostMiddleware(TrustedHostMiddleware):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        host = next((value for name, value in scope.get("headers", ()) if name == b"host"), None)
+        host = None
+        for name, value in scope.get("headers", ()):
+            if name == b"host":
+                host = value
+                break
         needs_none = host is None and scope["type"] == "http" and scope["http_version"] == "1.0"
         if needs_none or (host is not None and host.partition(b":")[0] in self._names):
             await self.app(scope, receive, send)

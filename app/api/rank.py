@@ -16,7 +16,7 @@ from starlette.responses import Response
 from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo
 from app.api.in_flight import InFlight
-from app.api.route import Route
+from app.api.route import JsonReply, Route
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, service_error_of
 from app.features import CheckedRequest
 from app.interface import Job, PlaceRequest, Ranked, ServedModel
@@ -62,7 +62,7 @@ async def rank_batch(caller: Caller) -> Response:
     bodies = [result.body if isinstance(result, Result) else _failed(result) for result in results]
     body = b"[%b]" % b",".join(bodies)
     fields = replies.headers(model.manifest.version, cache, exchange, handle)
-    return Response(body if is_bare else b'{"results":%b}' % body, media_type=replies.JSON, headers=fields)
+    return JsonReply(body if is_bare else b'{"results":%b}' % body, fields)
 
 
 @router.post(
@@ -102,7 +102,7 @@ async def context(caller: Caller) -> Response:
     timings = note_timings(exchange, exchange.stages["parse"], ranked)
     with exchange.measured("serialize"):
         body = replies.context_reply(ranked, request_id, vocabulary, timings)
-    return Response(body, media_type=replies.JSON, headers=replies.headers_of(model, ranked, exchange))
+    return JsonReply(body, replies.headers_of(model, ranked, exchange))
 
 
 async def _rank(caller: CallerInfo, name: str = "") -> Response:
@@ -114,7 +114,7 @@ async def _rank(caller: CallerInfo, name: str = "") -> Response:
         del rank_request  # its objects take several times the memory of the arrays that wait
         ranked = await ranker.rank(job, checked.context, checked.candidates)
     body = _reply(caller, checked, ranked, exchange.stages["parse"])
-    return Response(body, media_type=replies.JSON, headers=replies.headers_of(model, ranked, exchange))
+    return JsonReply(body, replies.headers_of(model, ranked, exchange))
 
 
 # --- The steps of a ranking, which one request and those of a batch share --------------------------------------------------------------

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo
-from app.api.route import Route
+from app.api.route import JsonReply, Route
 from app.errors import (
     CorpusBehind,
     CorpusNotLoaded,
@@ -76,7 +76,7 @@ async def retrieve(caller: Caller) -> Response:
     with exchange.measured("serialize"):
         body = _reply(retrieve_request, search_result, served, replies.timings_of(exchange.stages))
     fields = replies.headers(served.manifest.version, "hit" if search_result.posts.cached else "miss", exchange)
-    return Response(body, media_type=replies.JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
+    return JsonReply(body, fields | {VERSION_HEADER: _label(served, search_result)})
 
 
 @router.post(
@@ -108,7 +108,7 @@ async def recommend(caller: Caller) -> Response:
         body = _recommended(served, search_result, checked, ranked, placement, replies.timings_of(exchange.stages))
         caller.note_served(checked, ranked, placement)
     fields = replies.headers_of(model, ranked, exchange)
-    return Response(body, media_type=replies.JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
+    return JsonReply(body, fields | {VERSION_HEADER: _label(served, search_result)})
 
 
 async def _reach(caller: CallerInfo, at_least: str) -> None:

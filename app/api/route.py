@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Any, get_type_hints
 
 from fastapi.dependencies.models import Dependant
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.caller import CANCELS, CallerGone
+from app.replies import JSON
 
 UNSUPPORTED = {
     "query_params": "a query parameter",
@@ -27,6 +29,24 @@ UNSUPPORTED = {
     "security_scopes_param_name": "SecurityScopes",
 }
 """What FastAPI lets a function take and this route does not, by the attribute of `Dependant` that has it."""
+JSON_TYPE = b"content-type", JSON.encode()
+
+
+class JsonReply(Response):
+    """A reply with status 200 and JSON as its body, made without Starlette's steps for other contents and for headers that it may lack.
+
+    `headers` are few, and their names are always the same.
+    """
+
+    def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
+        self.status_code, self.background, self.body = 200, None, body
+        fields = [(_field_name(name), value.encode("latin-1")) for name, value in headers.items()]
+        self.raw_headers = [*fields, (b"content-length", b"%d" % len(body)), JSON_TYPE]
+
+
+@lru_cache(64)
+def _field_name(name: str) -> bytes:
+    return name.lower().encode("latin-1")
 
 
 class Route(APIRoute):

@@ -73,7 +73,12 @@ def compared_rows(sides: Mapping[str, Server], loads: Sequence[Load], rounds: in
     for turn in range(rounds + 1):
         for load in loads:
             for name, server in sides.items():
-                reading = wrk.read(server.url + load.path, load.bodies, load.connections, seconds, headers=load.headers)
+                headers = {**load.headers, **wrk.PATIENT}
+                reading = wrk.read(server.url + load.path, load.bodies, load.connections, seconds, headers=headers)
+                if reading.bad_per_s:
+                    raise SystemExit(
+                        f"{load.what}, {name}: {reading.bad_per_s:.1f} requests/s were refused, so this is no measure of speed"
+                    )
                 if turn:  # the first round warms up
                     readings_of.setdefault((load.what, name), []).append(reading)
     for load in loads:

@@ -68,7 +68,7 @@ def measure(
         readings_of: dict[str, list[wrk.Reading]] = {name: [] for name in servers}
         for turn in range(rounds + 1):
             for name, server in servers.items():
-                reading = wrk.read(f"{server.url}/rank", bodies, connections, seconds)
+                reading = wrk.read(f"{server.url}/rank", bodies, connections, seconds, headers=wrk.PATIENT)
                 if not reading.good_per_s:
                     raise SystemExit(f"{name} answered nothing in {seconds} s: take more with --seconds")
                 if turn:
