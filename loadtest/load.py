@@ -20,7 +20,14 @@ from loadtest.target import Target, TargetError
 
 REPORTS = ROOT / "build" / "load"
 
-Url = Annotated[str, typer.Option(help="The server.")]
+Url = Annotated[str, typer.Option(help="The server, with the path below which it is.")]
+EndpointUrl = Annotated[
+    str,
+    typer.Option(
+        help="The server, with the path below which it is. Requests go to /rank there, or to the /rank, /rank/NAME, /retrieve, "
+        "/recommend or /explain in which it ends."
+    ),
+]
 Seconds = Annotated[float, typer.Option(help="Length of the measured part.")]
 SloMs = Annotated[
     float, typer.Option(help="Objective: latency in milliseconds, from the time at which the request was due.")
@@ -57,7 +64,7 @@ def locust(
 
 
 def open_loop(
-    url: Url = "http://127.0.0.1:8000",
+    url: EndpointUrl = "http://127.0.0.1:8000",
     rate: Annotated[float, typer.Option(help="Requests a second.")] = 100.0,
     seconds: Seconds = 30.0,
     warmup: Annotated[float, typer.Option(help="Seconds of traffic before it, not measured.")] = 5.0,
@@ -86,7 +93,7 @@ def open_loop(
 
 
 def capacity(
-    url: Url = "http://127.0.0.1:8000",
+    url: EndpointUrl = "http://127.0.0.1:8000",
     start: Annotated[float, typer.Option(help="First rate, requests a second.")] = 20.0,
     seconds: Seconds = 10.0,
     slo_ms: SloMs = 50.0,

@@ -32,7 +32,7 @@ def run_report(run: Run, out: Path) -> Path:
         (f"{stage}, median ms in the server", _number(times.get("p50")))
         for stage, times in summary["stages_ms"].items()
     ]
-    figures += [(f"status {status}", count) for status, count in summary["statuses"].items()]
+    figures += [("status 200", count) for status, count in summary["statuses"].items() if status == "200"]
     figures += [(f"no ranking: {reason}", count) for reason, count in summary["failures"].items()]
     parts = [
         f"# Open loop, {settings['rate_rps']:g} requests/s, {settings['arrivals']} arrivals",

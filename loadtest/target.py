@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,8 @@ import httpx
 from loadtest.generate.traffic import ACTION_SHARES, TrafficSettings
 from loadtest.server import total
 
+ENDPOINT = re.compile(r"/(rank(/[^/]+)?|retrieve|recommend|explain)$")
+
 
 class TargetError(RuntimeError):
     """The server cannot be measured; the message says why."""
@@ -19,39 +22,49 @@ class TargetError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server's address. `path` is where requests go."""
+    """A server's address. `base` is the path below which it is, empty or with a slash before; `endpoint`, below that, is where requests
+    go."""
 
     host: str
     port: int
-    path: str = "/rank"
+    base: str = ""
+    endpoint: str = "/rank"
 
     @classmethod
     def parse(cls, url: str) -> Target:
-        """From `http://host:port[/path]`. Raises TargetError for anything else."""
+        """From `http://host:port[/base][/endpoint]`. Raises TargetError for anything else."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise TargetError(f"{url!r} is not an http:// address")
-        return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/") or "/rank")
+        path = parts.path.rstrip("/")
+        named = ENDPOINT.search(path)
+        base, endpoint = (path, "/rank") if named is None else (path[: named.start()], named[0])
+        return cls(parts.hostname, parts.port or 80, base, endpoint)
 
     @property
     def origin(self) -> str:
         """`http://host:port`."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
+    @property
+    def url(self) -> str:
+        """`http://host:port[/base]`."""
+        return self.origin + self.base
+
     def info(self) -> dict[str, Any]:
         """`GET /info`; empty where there is none. Raises TargetError if the server does not answer."""
         try:
-            reply = httpx.get(f"{self.origin}/info", timeout=5)
+            reply = httpx.get(f"{self.url}/info", timeout=5)
         except httpx.HTTPError as error:
             raise TargetError(
-                f"{self.origin} does not answer ({type(error).__name__}); start one with make serve"
+                f"{self.url} does not answer ({type(error).__name__}); start one with make serve"
             ) from error
         values: dict[str, Any] = reply.json() if reply.status_code == 200 else {}
         return values
 
     def total(self, metric: str) -> float:
         """The sum of a metric over its series; 0 if there are none. Raises httpx.HTTPError without an answer."""
-        return total(httpx.get(f"{self.origin}/metrics", timeout=5).text, metric)
+        return total(httpx.get(f"{self.url}/metrics", timeout=5).text, metric)
 
     def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
         """A POST of a JSON body to this server, as bytes ready to send."""
@@ -61,7 +74,7 @@ class Target:
             "Content-Length": str(len(body)),
         }
         lines = [
-            f"POST {self.path} HTTP/1.1",
+            f"POST {self.base}{self.endpoint} HTTP/1.1",
             *(f"{name}: {value}" for name, value in (fields | dict(headers or {})).items()),
         ]
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

@@ -104,6 +104,7 @@ class EngineProcess:
             "reach": self._reach,
         }
         ranker.on_fatal = self._fatal
+        ranker.unreached = lambda: "" if self._peers else "No worker is linked."
 
     async def serve(self, path: str) -> int:
         """Listen on a Unix socket at `path` until the end; return the exit code.
@@ -133,7 +134,8 @@ class EngineProcess:
         return self.exit_code
 
     def end(self) -> None:
-        """End when the last worker has gone, at the latest some time after its drain."""
+        """Report not ready, but serve the workers; end when the last one has gone, at the latest some time after its drain."""
+        self.ranker.begin_drain()
         drain = self.settings.drain
         loop = asyncio.get_running_loop()
         self._ending = self._ending or loop.create_task(
@@ -158,6 +160,7 @@ class EngineProcess:
         self._peers[link] = Peer(link)
         self._without_workers.clear()
         link.send(self._state)
+        self._look()  # the state is another one if this is the first worker
 
     def _on_close(self, link: Link) -> None:
         peer = self._peers.pop(link)
@@ -250,13 +253,16 @@ class EngineProcess:
     async def _keep_sending_state(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            try:
-                self._send_state()
-            except Exception as error:  # the next look may go well; without one, workers would call this process silent
-                now = asyncio.get_running_loop().time()
-                if now >= self._fault_logged_at + SAME_FAULT_SECONDS:
-                    self._fault_logged_at = now
-                    log.error("state_not_sent", **of_exception(error))
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            self._send_state()
+        except Exception as error:  # the next look may go well; without one, workers would call this process silent
+            now = asyncio.get_running_loop().time()
+            if now >= self._fault_logged_at + SAME_FAULT_SECONDS:
+                self._fault_logged_at = now
+                log.error("state_not_sent", **of_exception(error))
 
     def _send_state(self) -> None:
         """Send the state to all workers if it has changed, or as a sign of life."""

@@ -1,6 +1,6 @@
 """The parent of several processes: binds the sockets, starts one engine process and the workers, and starts again what ends.
 
-SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal, a second later or more, ends all at once
+SIGTERM, SIGINT    all drain; workers end, then the engine process; a second signal, a second later or more, ends all at once
 SIGHUP             the workers take the keys that their file holds now, if it can be used; the engine process loads the checkpoints and the
                    corpus again
 a worker ends      it is started again; a process that stays stopped (SIGSTOP) is killed first
@@ -285,7 +285,7 @@ class Parent:
         return True
 
     def _stop(self) -> int:
-        """Drain the workers, then end the engine process. Return 1 where one did not end in order."""
+        """Drain all; the engine process ends after the workers. Return 1 where one did not end in order."""
         drain, now = self.settings.drain, time.monotonic()
         self._at_once_from = now + SAME_SIGNAL_SECONDS
         until = now + drain.delay_seconds + drain.timeout_seconds + LAST_SECONDS
@@ -293,10 +293,9 @@ class Parent:
             signal.signal(number, self._end_at_once)
         for listener in self.sockets:
             listener.close()  # the workers have them: when those accept no more, a new connection is refused
-        for worker in self.workers:
-            worker.send(signal.SIGTERM)
+        for child in (self.engine, *self.workers):  # the engine process serves the workers until they have gone
+            child.send(signal.SIGTERM)
         codes = [worker.wait(until) for worker in self.workers]
-        self.engine.send(signal.SIGTERM)
         codes.append(self.engine.wait(until + LAST_SECONDS))
         if {*codes} <= ORDERLY:
             return 0

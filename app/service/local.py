@@ -49,7 +49,8 @@ log = structlog.get_logger("app.service.local")
 class LocalService:
     """An `interface.RankingService` that computes in this process. Used by the event loop only; engines compute elsewhere.
 
-    `on_fatal(reason)` is called once, when only a new process can help and every waiting request has its error.
+    `on_fatal(reason)` is called once, when only a new process can help and every waiting request has its error. `unreached()`
+    is a sentence while no request can come here, else empty: `health` says it.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class LocalService:
         self.metrics = metrics
         self.clock = clock
         self.on_fatal: Callable[[str], None] = lambda reason: None
+        self.unreached: Callable[[], str] = lambda: ""
         self.admission = Admission(settings.queue, settings.batching, clock)
         self.places: Places[RankJob] = Places(self.admission, metrics, metrics.record_batch)
         self.versions: Versions[RankJob] = Versions(
@@ -318,7 +320,7 @@ class LocalService:
     def health(self) -> Health:
         """Return what the probes report; looks at the engines and at the files that are served from."""
         stall = self.watchdog.stall()
-        reason = self._reason or stall or self.corpus.problem
+        reason = self._reason or stall or self.corpus.problem or self.unreached()
         failed = self._failure is not None or (bool(stall) and not self._is_draining)
         feed = self.corpus.feed
         return Health(not reason, self._has_started, failed, self._is_draining, reason, feed.reason if feed else "")

@@ -53,6 +53,11 @@ class Samples(np.recarray[Any, Any]):
         """float64 `[n]` from the send to the last byte, as closed-loop tools report it."""
         return np.asarray(self.done - self.sent)
 
+    @property
+    def has_failed(self) -> NDArray[np.bool_]:
+        """bool `[n]`: which requests have ended without a right reply of status 200."""
+        return np.asarray((self.done != UNSENT) & (self.status != 200))
+
     def describe(self, row: int, request: RankRequest) -> None:
         """Record kind and sizes of the request of a row."""
         self.kind[row], self.candidates[row] = KINDS.index(request.kind), request.candidates

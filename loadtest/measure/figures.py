@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +34,15 @@ def summarise(samples: Samples, seconds: float, slo: Slo) -> dict[str, Any]:
     """All figures of one run whose schedule lasted `seconds`, as plain JSON values. Raises ValueError if there are no samples.
 
     Rates are per second of the schedule. Latencies are in milliseconds from the due time, of 200s only. `good_share` is the share
-    of all offered requests, so rejections, errors and timeouts count against it like slow replies.
+    of all offered requests, so rejections, errors and timeouts count against it like slow replies. `failures` has all that are no 200s.
     """
     if not len(samples):
         raise ValueError("a run without a request has no figures")
     ok, good = samples[samples.status == 200], slo.good(samples)
     known_cache = ok.cache[ok.cache > 0]
-    failed = samples.failure[samples.status == 0]
+    statuses = {str(code): count for code, count in _counted(samples.status) if code}
+    failures: dict[str, int] = {FAILURES[code]: count for code, count in _counted(samples.failure[samples.status == 0])}
+    failures |= {f"status {status}": count for status, count in statuses.items() if status != "200"}
     return {
         "requests": len(samples),
         "seconds": seconds,
@@ -51,8 +54,8 @@ def summarise(samples: Samples, seconds: float, slo: Slo) -> dict[str, Any]:
         "latency_ms": percentiles_ms(ok.latency_seconds),
         "service_ms": percentiles_ms(ok.service_seconds),
         "stages_ms": {stage: _percentiles(ok.stages_ms[:, column]) for column, stage in enumerate(STAGES)},
-        "statuses": {str(code): count for code, count in _counted(samples.status) if code},
-        "failures": {FAILURES[code]: count for code, count in _counted(failed)},
+        "statuses": statuses,
+        "failures": failures,
         "cache_hit_share": float((known_cache == 1).mean()) if len(known_cache) else None,
         "candidates_rps": float(ok.candidates.sum()) / seconds,
     }
@@ -61,6 +64,13 @@ def summarise(samples: Samples, seconds: float, slo: Slo) -> dict[str, Any]:
 def percentiles_ms(seconds: Floats) -> dict[str, float]:
     """`{"p50": …, "p99.9": …, "max": …}` in milliseconds; empty without values."""
     return _percentiles(1e3 * seconds)
+
+
+def in_words(latency_ms: Mapping[str, float]) -> str:
+    """The median and `p99` of what `percentiles_ms` gives, as a line of progress has them."""
+    if not latency_ms:
+        return "p50       – ms  p99       – ms"
+    return f"p50 {latency_ms['p50']:7.1f} ms  p99 {latency_ms['p99']:7.1f} ms"
 
 
 def over_time(samples: Samples, bin_seconds: float, slo: Slo) -> dict[str, Floats]:

@@ -11,14 +11,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from loadtest.generate.generator import Arrivals, GeneratorLoad, measured, open_loop, schedule
 from loadtest.generate.http_client import Client, precise_loop
 from loadtest.generate.samples import Samples
 from loadtest.generate.traffic import RankRequest, Traffic, TrafficSettings
 from loadtest.machine import machine
-from loadtest.measure.figures import Slo, summarise
+from loadtest.measure.figures import Slo, in_words, percentiles_ms, summarise
 from loadtest.target import Target, fit_traffic
 
 MAX_PAYLOAD_BYTES = 2 * 2**30
@@ -102,7 +100,7 @@ class LoadRun:
         meta = {
             "kind": "open",
             "settings": settings.to_dict() | {"seed": seed},
-            "target": self.target.origin,
+            "target": self.target.url,
             "machine": machine(),
             "server": {"info": self.info},
             "generator": asdict(load) | {"is_bottleneck": load.is_bottleneck},
@@ -115,7 +113,7 @@ class LoadRun:
     ) -> tuple[Samples, GeneratorLoad]:
         due = schedule(settings.arrivals, settings.rate_rps, seconds, seed)
         requests, samples = self._prepare(len(due)), Samples.empty(len(due))
-        payloads = [self.target.request(request.for_path(self.target.path)) for request in requests]
+        payloads = [self.target.request(request.for_path(self.target.endpoint)) for request in requests]
         ticker = asyncio.create_task(self._tick(samples, client, name, seconds, settings.slo))
 
         def is_right(row: int, body: bytes) -> bool:
@@ -145,10 +143,9 @@ class LoadRun:
             await asyncio.sleep(1.0)
             part = samples[(samples.due >= second) & (samples.due < second + 1)]
             second += 1
-            latency = 1e3 * part.latency_seconds[part.status == 200]
-            p50, p99 = np.percentile(latency, [50, 99]) if len(latency) else (float("nan"), float("nan"))
+            latency = percentiles_ms(part.latency_seconds[part.status == 200])
             self.say(
-                f"{name} {min(second, seconds):3.0f}/{seconds:.0f} s  due {len(part):5d}  ok {len(latency):5d}  "
-                f"good {slo.good(part).sum():5d}  429 {(part.status == 429).sum():4d}  "
-                f"p50 {p50:7.1f} ms  p99 {p99:7.1f} ms  waiting {client.in_flight:4d}"
+                f"{name} {min(second, seconds):3.0f}/{seconds:.0f} s  due {len(part):5d}  ok {(part.status == 200).sum():5d}  "
+                f"good {slo.good(part).sum():5d}  429 {(part.status == 429).sum():4d}  failed {part.has_failed.sum():4d}  "
+                f"{in_words(latency)}  waiting {client.in_flight:4d}"
             )

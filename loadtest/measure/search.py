@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from loadtest.machine import machine
+from loadtest.measure.figures import in_words
 from loadtest.measure.runs import LoadRun, Run, RunSettings
 from loadtest.target import Target
 
@@ -91,11 +93,10 @@ def search_server(
         run = load.run(rate_rps, seed=1 + len(runs))
         runs.append(run)
         verdict = judge(run)
-        latency = run.summary["latency_ms"]
         say(
             f"trial {len(runs):2d}  {rate_rps:8.1f}/s  {verdict:9s}  good {100 * run.summary['good_share']:6.2f} %  "
-            f"p50 {latency.get('p50', float('nan')):7.1f} ms  p99 {latency.get('p99', float('nan')):7.1f} ms  "
-            f"lag p99 {run.meta['generator']['lag_p99_ms']:.2f} ms"
+            f"{in_words(run.summary['latency_ms'])}  lag p99 {run.meta['generator']['lag_p99_ms']:.2f} ms  "
+            f"failures {json.dumps(run.summary['failures'])}"
         )
         return verdict
 
@@ -106,7 +107,7 @@ def search_server(
         "kind": "search",
         "settings": load.settings.to_dict() | {"rate_rps": outcome.capacity_rps},
         "plan": asdict(plan),
-        "target": target.origin,
+        "target": target.url,
         "machine": machine(),
         "server": runs[-1].meta["server"],
         "capacity_rps": outcome.capacity_rps,

@@ -27,7 +27,7 @@ from loadtest.server import Server, free_port, serving, wait_until
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(retrieval=True) as server:
+    with serving(retrieval=True, root_path="/ranker") as server:
         yield server
 
 
@@ -177,6 +177,9 @@ def test_a_search_in_which_no_rate_holds_has_its_report(tmp_path: Path) -> None:
         done = ended("capacity", url, tmp_path, "--start", "1", "--seconds", "0.1")
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["capacity_rps"] == 0
+    assert "p50       – ms  p99       – ms" in done.stderr
+    assert 'failures {"status 503": ' in done.stderr
+    assert "nan" not in done.stderr
     assert "At no rate did" in (tmp_path / "report.md").read_text()
 
 
@@ -202,10 +205,22 @@ def test_a_200_that_is_no_ranking_counts_as_none(body: bytes, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/rank", "/retrieve", "/recommend"])
+def test_refusals_are_printed_as_failures(tmp_path: Path) -> None:
+    with answering(404, b"") as url:
+        done = ended("open", url, tmp_path, "--rate", "40", "--seconds", "1.5", "--warmup", "0")
+    assert done.returncode == 1, done.stderr
+    said = json.loads(done.stdout)
+    assert said["failures"] == {"status 404": said["requests"]}
+    assert "failed" in done.stderr
+    assert "nan" not in done.stderr
+    assert "| no ranking: status 404" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/rank", "/retrieve", "/recommend", "/ranker", "/ranker/", "/ranker/recommend"])
 def test_every_right_reply_counts(server: Server, path: str, tmp_path: Path) -> None:
     done = ended("open", server.url + path, tmp_path, "--rate", "10", "--seconds", "1", "--warmup", "0")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["failures"] == {}
+    assert set(said["failures"]) <= {"status 429"}
     assert set(said["statuses"]) <= {"200", "429"}

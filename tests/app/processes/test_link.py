@@ -56,11 +56,11 @@ HANDLE = "0" * 32
 
 @asynccontextmanager
 async def engine_process(path: Path, engine: Any = None, **options: Any) -> AsyncIterator[EngineProcess]:
-    """An engine process that is ready, at `path / "engine"`."""
+    """An engine process that has loaded, at `path / "engine"`."""
     ranker = rankers.create(engine, **options)
     process = EngineProcess(ranker, ranker.settings)
     serving = asyncio.create_task(process.serve(str(path / "engine")))
-    await rankers.until(lambda: ranker.health().ready)
+    await rankers.until(lambda: ranker.health().started)
     try:
         yield process
     finally:

@@ -26,7 +26,7 @@ from app.main import create_app
 from app.processes.parent import directory, with_copied_config
 from app.settings import Retrieval, Settings, load_settings
 from loadtest.machine import ROOT
-from loadtest.server import DEMO, POSTS, TOWERS, Server, example, free_port, serving, wait_until
+from loadtest.server import DEMO, POSTS, TOWERS, Server, example, free_port, serving, total, wait_until
 from tests.app.api.live import head
 from tests.support.asgi import ADDRESS
 from tests.support.checkpoints import one_and_two
@@ -333,6 +333,53 @@ def is_listening(server: Server) -> bool:
     except ConnectionRefusedError:
         return False
     return True
+
+
+@pytest.fixture(scope="module")
+def probes_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def probed(probes_port: int) -> Iterator[Server]:
+    with serving(workers=2, probes__port=probes_port, drain__delay_seconds=3) as server:
+        yield server
+
+
+def probe(port: int) -> tuple[int, str, float]:
+    """The status of `/readyz` at this port, its reason, and `ranker_ready`."""
+    said, scrape = (httpx.get(f"http://127.0.0.1:{port}/{path}", timeout=10) for path in ("readyz", "metrics"))
+    return said.status_code, said.json().get("detail", ""), total(scrape.text, "ranker_ready")
+
+
+@pytest.mark.slow
+def test_the_probe_port_is_not_ready_while_no_worker_is_there(probed: Server, probes_port: int) -> None:
+    first, second = children(probed)["worker"]
+    os.kill(first, signal.SIGKILL)
+    assert probe(probes_port) == (200, "", 1), "the other worker serves"
+    os.kill(second, signal.SIGKILL)
+    wait_until(lambda: probe(probes_port) == (503, "No worker is linked.", 0), 5, probed)
+    wait_until(lambda: probe(probes_port) == (200, "", 1), 30, probed)
+    assert probed.post("/rank", example()).status_code == 200
+
+
+@pytest.mark.slow
+def test_the_probe_port_is_not_ready_during_a_drain(probed: Server, probes_port: int) -> None:
+    """And what comes meanwhile is ranked, to the last request. The last test that needs these processes."""
+    draining = 503, "The process is shutting down.", 0
+    body = json.dumps(example()).encode()
+    with probed.connect(30) as slow:
+        slow.sendall(head(length=len(body)) + body[:100])
+        assert probe(probes_port) == (200, "", 1)
+        probed.signal(signal.SIGTERM)
+        wait_until(lambda: probe(probes_port) == draining, 1.5, probed)
+        assert probed.get("/readyz").status_code == 503
+        assert probed.post("/rank", body).status_code == 200
+        wait_until(lambda: not is_listening(probed), 20, probed)
+        assert probe(probes_port) == draining
+        slow.sendall(body[100:])
+        assert slow.recv(15) == b"HTTP/1.1 200 OK"
+    assert probed.wait() == 0, probed.log_text[-6000:]
 
 
 @pytest.mark.slow
