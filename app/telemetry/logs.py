@@ -26,7 +26,7 @@ from app.settings import Logs
 MAX_TEXT = 512  # characters of one value; nothing of ours is longer
 MOST_WAITING = 4096  # lines, a few seconds at full load
 MOST_SUCCESSES = 3072  # of them: lines about what went well are dropped first
-GATHER_SECONDS = 0.02
+GATHER_SECONDS = 0.05
 """Lines of this time are written at once: each turn of the thread takes the interpreter from the event loop."""
 BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all, whoever else writes to it
 PLACEHOLDER = re.compile(r"%(\(\w+\))?[-#0 +]*[\d*]*(\.[\d*]+)?[a-zA-Z]")  # of printf: what stood there is not shown
