@@ -117,6 +117,7 @@ def test_too_few_users_to_tell_is_said_in_words() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_nobody_is_neither_a_new_nor_a_known_user(nights: Nights) -> None:
     """Half of the requests are of nobody, before and after; all users who are held out are new."""
     until_ts = nights.start_ts(2)

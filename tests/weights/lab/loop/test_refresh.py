@@ -42,6 +42,7 @@ from weights.lab.loop.turn import CONTINUED, Paths, TurnSettings, refresh
 from weights.lab.training.log import date_of, read_log
 from weights.served import ServedRanking, read_part
 
+pytestmark = pytest.mark.slow  # a checkpoint is trained first, by each process of the tests
 STEPS = ("Joining.", "Training.", "Judging.", "Decided.")
 """The lines that refresh prints at its steps."""
 
@@ -103,7 +104,6 @@ def loop(nights: Nights, tmp_path: Path) -> Loop:
     return Loop(nights, tmp_path)
 
 
-@pytest.mark.slow
 def test_a_night_is_published_once(loop: Loop) -> None:
     """Although nobody took an action that the score is for, and a model with other actions served too."""
     first = loop.version()
@@ -142,7 +142,6 @@ def test_a_night_is_published_once(loop: Loop) -> None:
     assert loop.names("turns") == ["00001"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "served", "events"),
     [
@@ -168,7 +167,6 @@ def test_a_poisoned_night_is_refused_by_name(
     assert (code, "Nothing new" in said) == (0, True), "what was refused is not tried again"
 
 
-@pytest.mark.slow
 def test_a_night_after_a_poisoned_one_is_published_without_it(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh()[0] == 0
@@ -184,7 +182,6 @@ def test_a_night_after_a_poisoned_one_is_published_without_it(loop: Loop) -> Non
     assert len(days) == 2
 
 
-@pytest.mark.slow
 def test_a_short_night_waits_for_the_next_one(loop: Loop) -> None:
     loop.night(0)
     bound = "--bound", "min_rankings=200"
@@ -196,7 +193,6 @@ def test_a_short_night_waits_for_the_next_one(loop: Loop) -> None:
     assert loop.figures(2)["night"]["rankings"] > 200
 
 
-@pytest.mark.slow
 def test_a_worse_model_is_refused_and_its_night_stays(loop: Loop) -> None:
     before = loop.version()
     loop.night(0)
@@ -210,7 +206,6 @@ def test_a_worse_model_is_refused_and_its_night_stays(loop: Loop) -> None:
     assert loop.names("log") == ["00001", "00002"]
 
 
-@pytest.mark.slow
 def test_back_returns_to_the_version_before(loop: Loop) -> None:
     code, said = loop.back()
     assert (code, "holds no turns" in said) == (1, True), said
@@ -251,7 +246,6 @@ def relabelled(loop: Loop) -> str:
     return "mended"
 
 
-@pytest.mark.slow
 def test_a_link_that_is_set_during_a_turn_stays(loop: Loop) -> None:
     """The new model was not judged against what somebody has set."""
     mended = relabelled(loop)
@@ -293,7 +287,6 @@ def as_if_killed_before_the_switch(loop: Loop, target: str) -> str:
     return pending
 
 
-@pytest.mark.slow
 def test_a_link_that_is_set_after_a_killed_turn_stays(loop: Loop) -> None:
     mended = relabelled(loop)
     loop.night(0)
@@ -306,7 +299,6 @@ def test_a_link_that_is_set_after_a_killed_turn_stays(loop: Loop) -> None:
     assert (code, "Nothing new" in said, os.readlink(loop.link)) == (0, True, mended), said
 
 
-@pytest.mark.slow
 def test_a_link_that_is_set_after_a_decision_stays(loop: Loop) -> None:
     """As if the turn was killed between the decision and the state."""
     mended = relabelled(loop)
@@ -321,7 +313,6 @@ def test_a_link_that_is_set_after_a_decision_stays(loop: Loop) -> None:
     assert (code, "Joining." in said, os.readlink(loop.link)) == (3, True, mended), said
 
 
-@pytest.mark.slow
 def test_an_outcome_of_an_earlier_version_is_carried_out(loop: Loop) -> None:
     """It does not say which checkpoint was judged against."""
     loop.night(0)
@@ -337,7 +328,6 @@ def test_an_outcome_of_an_earlier_version_is_carried_out(loop: Loop) -> None:
     assert loop.version() == published
 
 
-@pytest.mark.slow
 def test_a_switch_that_was_interrupted_is_made_and_told(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh()[0] == 0
@@ -353,7 +343,6 @@ def test_a_switch_that_was_interrupted_is_made_and_told(loop: Loop) -> None:
     assert (unfinished.is_symlink(), other.is_symlink()) == (False, True)
 
 
-@pytest.mark.slow
 def test_back_names_a_version_that_was_changed_in_place(loop: Loop) -> None:
     point(loop.link, relabelled(loop))
     for day in (0, 1):
@@ -386,7 +375,6 @@ def killed_at(command: Sequence[str], line: str) -> tuple[int | None, str]:
     return process.exitcode, "".join(said)
 
 
-@pytest.mark.slow
 def test_a_turn_that_is_killed_at_each_step_is_finished(loop: Loop) -> None:
     loop.night(0)
     first = loop.version()
@@ -404,7 +392,6 @@ def test_a_turn_that_is_killed_at_each_step_is_finished(loop: Loop) -> None:
     assert (code, "Nothing new" in said) == (0, True), said
 
 
-@pytest.mark.slow
 def test_what_a_killed_turn_joined_counts_for_the_same_options(loop: Loop) -> None:
     """With other options it is joined again: absence would mean something else in it."""
     loop.night(0)
@@ -449,7 +436,6 @@ def forget(loop: Loop, user: int) -> tuple[int, str]:
     return run("served", "forget", loop.root / "served", "--user", str(user), "--loop", loop.turns)
 
 
-@pytest.mark.slow
 def test_a_user_is_removed_from_the_joined_nights(loop: Loop) -> None:
     for day in (0, 1):
         loop.night(day)
@@ -480,7 +466,6 @@ def test_a_user_is_removed_from_the_joined_nights(loop: Loop) -> None:
     assert not [*loop.turns.rglob("*.forget")]
 
 
-@pytest.mark.slow
 def test_a_killed_turn_joins_again_without_a_forgotten_user(loop: Loop) -> None:
     loop.night(0)
     assert killed_at(loop.command(), "Training.")[0] == -signal.SIGKILL
@@ -493,7 +478,6 @@ def test_a_killed_turn_joins_again_without_a_forgotten_user(loop: Loop) -> None:
     assert rows_of_user(loop, user) == {"00001": 0}
 
 
-@pytest.mark.slow
 def test_a_turn_that_runs_is_waited_for_by_forget(loop: Loop) -> None:
     """Not by reading beside it, which would leave what it has joined."""
     (loop.turns / "turns").mkdir(parents=True)
@@ -522,7 +506,6 @@ def test_a_turn_beside_another_says_so(loop: Loop) -> None:
     assert loop.refresh()[0] == 0
 
 
-@pytest.mark.slow
 def test_old_nights_and_checkpoints_are_removed(loop: Loop) -> None:
     for day in range(3):
         loop.night(day)
@@ -535,7 +518,6 @@ def test_old_nights_and_checkpoints_are_removed(loop: Loop) -> None:
     assert loop.nights.checkpoint.is_dir(), "what refresh has not made stays"
 
 
-@pytest.mark.slow
 def test_events_that_ended_are_named(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh()[0] == 0
@@ -547,7 +529,6 @@ def test_events_that_ended_are_named(loop: Loop) -> None:
     assert loop.refresh()[0] == 0, "when they have come, the night is taken"
 
 
-@pytest.mark.slow
 def test_a_night_that_training_refuses_is_joined_anew(loop: Loop) -> None:
     """All of its posts are for one time, so no history comes before another."""
     loop.night(0, {"is_planned": True})
@@ -559,7 +540,6 @@ def test_a_night_that_training_refuses_is_joined_anew(loop: Loop) -> None:
     assert loop.figures(1)["join"]["joined_rankings"] > 200, "both nights"
 
 
-@pytest.mark.slow
 def test_no_model_is_judged_by_what_the_serving_one_has_seen(loop: Loop) -> None:
     """Such as one that was trained by hand on the newest log, before the first turn."""
     loop.night(0)
@@ -607,7 +587,6 @@ def with_one_more_action(row: ServedRanking, names: tuple[str, ...]) -> ServedRa
     )
 
 
-@pytest.mark.slow
 def test_nights_of_other_actions_are_left_out_and_told(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh()[0] == 0
@@ -624,7 +603,6 @@ def test_nights_of_other_actions_are_left_out_and_told(loop: Loop) -> None:
     assert "the serving model expects" in check["sentence"], "what is usual is of other actions"
 
 
-@pytest.mark.slow
 def test_nights_with_and_without_codes_train_together(loop: Loop) -> None:
     loop.night(0)
     assert loop.refresh()[0] == 0
@@ -645,7 +623,6 @@ def test_nights_with_and_without_codes_train_together(loop: Loop) -> None:
         assert loop.figures(day + 1)["left_out_nights"] == []
 
 
-@pytest.mark.slow
 def test_rankings_of_parts_that_come_late_are_told(loop: Loop) -> None:
     loop.night(0)
     (part,) = (loop.root / "served").glob("*/*.parquet")
@@ -675,7 +652,6 @@ def warned_of(said: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.slow
 def test_only_rankings_of_parts_not_read_before_are_late(loop: Loop) -> None:
     """Not those of a copy; a user who is removed meanwhile does not make them fewer."""
     loop.night(0)
@@ -701,7 +677,6 @@ def test_only_rankings_of_parts_not_read_before_are_late(loop: Loop) -> None:
     assert warned_of(loop.refresh(*BEFORE_TRAINING)[1]) == 0, "an earlier version has not kept the names"
 
 
-@pytest.mark.slow
 def test_rankings_of_another_model_are_not_late(loop: Loop) -> None:
     """A model with other actions served for some hours, and took the turn after them."""
     loop.night(0)
@@ -722,7 +697,6 @@ def test_rankings_of_another_model_are_not_late(loop: Loop) -> None:
     assert (code, warned_of(said)) == (3, 0), said
 
 
-@pytest.mark.slow
 def test_days_on_which_nothing_was_served_are_nothing_new(loop: Loop) -> None:
     loop.night(0)
     for day in (1, 2):
@@ -827,7 +801,6 @@ def test_nothing_is_new_where_all_parts_were_removed(loop: Loop) -> None:
     assert (code, "Nothing new" in said) == (0, True), said
 
 
-@pytest.mark.slow
 def test_rankings_on_surfaces_the_model_lacks_are_left_out(loop: Loop) -> None:
     def on(surface: int, of_history: int) -> Callable[[ServedRanking], ServedRanking]:
         return lambda row: structs.replace(
