@@ -81,8 +81,12 @@ class Peer:
 class EngineProcess:
     """Serves workers until a signal or the loss of the engine. Used by the event loop only."""
 
-    def __init__(self, ranker: LocalService, settings: Settings) -> None:
+    def __init__(
+        self, ranker: LocalService, settings: Settings, on_first_worker: Callable[[], object] = lambda: None
+    ) -> None:
+        """`on_first_worker` is called once, when a worker is linked."""
         self.ranker = ranker
+        self._on_first_worker = on_first_worker
         self.settings = settings
         self.exit_code = 0
         self._peers: dict[Link, Peer] = {}
@@ -157,6 +161,8 @@ class EngineProcess:
     # links
 
     def _on_open(self, link: Link) -> None:
+        self._on_first_worker()
+        self._on_first_worker = lambda: None
         self._peers[link] = Peer(link)
         self._without_workers.clear()
         link.send(self._state)

@@ -63,7 +63,7 @@ log = structlog.get_logger("app.processes.parent")
 class Role(msgspec.Struct, frozen=True):
     """What a process of the parent is told. `path`: of the engine process's socket. `worker`: its number, 0 for the engine process.
     `sockets`: the descriptors that workers listen on. `pipe`: the descriptor of a pipe to the parent, which a worker writes to once it
-    listens."""
+    listens, and the engine process once a worker is linked to it."""
 
     path: str
     parent: int
@@ -109,7 +109,8 @@ def play(role: Role, settings: Settings) -> int:
     local = create_ranker(settings, Metrics())
     local.reloads.resume(Path(role.path).with_name(PATHS_FILE))
     local.watchdog.watch_loop(server.hung)
-    return server.run_engine(settings, EngineProcess(local, settings), role.path)
+    engine = EngineProcess(local, settings, on_first_worker=lambda: os.write(role.pipe, b"1"))
+    return server.run_engine(settings, engine, role.path)
 
 
 class Child:
@@ -119,12 +120,12 @@ class Child:
         self.parent = parent
         self.number = number
         self.pause = PAUSE_SECONDS
-        self.failures = 0  # ends in a row before it listened, or soon after its start with a positive exit code
+        self.failures = 0  # ends in a row before it was in use, or soon after its start with a positive exit code
         self.start_at = 0.0
         self.stopped_since: float | None = None  # monotonic seconds
         self.process: subprocess.Popen[bytes] | None = None
-        self.pipe: int | None = None  # the descriptor from which the parent reads that a worker listens
-        self.listened = False
+        self.pipe: int | None = None  # the descriptor from which the parent reads that it is in use
+        self._is_in_use = False
 
     def start(self) -> None:
         """Start it. Raises OSError or MemoryError where the system cannot do that now."""
@@ -148,14 +149,14 @@ class Child:
     def _close_pipe(self) -> None:
         if self.pipe is not None:
             os.close(self.pipe)
-        self.pipe, self.listened = None, False
+        self.pipe, self._is_in_use = None, False
 
-    def has_listened(self) -> bool:
-        """Whether the process, a worker's, listens or has done so before its end."""
-        if not self.listened and self.pipe is not None:
+    def is_in_use(self) -> bool:
+        """Whether the process, a worker's, listens, or that of the engine has a worker linked; also if it did before its end."""
+        if not self._is_in_use and self.pipe is not None:
             with contextlib.suppress(BlockingIOError):
-                self.listened = bool(os.read(self.pipe, 1))
-        return self.listened
+                self._is_in_use = bool(os.read(self.pipe, 1))
+        return self._is_in_use
 
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""
@@ -167,7 +168,7 @@ class Child:
         ended_soon = now < self.start_at + SOON_SECONDS
         self.pause = min(MOST_PAUSE_SECONDS, 2 * self.pause) if ended_soon else PAUSE_SECONDS
         code = self.ended() or 0
-        failed = code not in SENT and (not self.has_listened() or (ended_soon and code > 0))
+        failed = code not in SENT and (not self.is_in_use() or (ended_soon and code > 0))
         self.failures = self.failures + 1 if failed else 0
         self.process, self.start_at = None, now + (self.pause if ended_soon else 0.0)
 
@@ -272,7 +273,7 @@ class Parent:
         """Whether to give up: no worker listens, and each has failed so often that the next would too, however long its start takes.
         `code`: the exit code of the last one. One failure is enough for settings that cannot be used."""
         most = 1 if code == EXIT_USAGE else MOST_FAILURES
-        listens = any(worker.process is not None and worker.has_listened() for worker in self.workers)
+        listens = any(worker.process is not None and worker.is_in_use() for worker in self.workers)
         return not listens and all(worker.failures >= most for worker in self.workers)
 
     def _forget_reload(self) -> bool:
@@ -293,9 +294,13 @@ class Parent:
             signal.signal(number, self._end_at_once)
         for listener in self.sockets:
             listener.close()  # the workers have them: when those accept no more, a new connection is refused
-        for child in (self.engine, *self.workers):  # the engine process serves the workers until they have gone
+        # The engine process serves the workers until they have gone. One that has none yet would end at once, so it is told after them.
+        is_in_use = self.engine.is_in_use()
+        for child in (self.engine, *self.workers) if is_in_use else self.workers:
             child.send(signal.SIGTERM)
         codes = [worker.wait(until) for worker in self.workers]
+        if not is_in_use:
+            self.engine.send(signal.SIGTERM)
         codes.append(self.engine.wait(until + LAST_SECONDS))
         if {*codes} <= ORDERLY:
             return 0

@@ -38,8 +38,9 @@ KINDS: list[dict[str, str]] = [
     {"connection": "close"},
     {"x-routing-key": "a user"},
     {"x-routing-key": "another user", "connection": "close"},
+    {"x-corpus-at-least": "0"},
 ]
-"""Headers of the kinds of callers: kept and new connections, without and with a routing key."""
+"""Headers of the kinds of callers: kept and new connections, without and with a routing key, and one that reads its own write."""
 
 
 @dataclass
@@ -307,6 +308,8 @@ def test_servers_are_found_by_name_and_asked_without_a_check(form: str, tmp_path
         with started(tmp_path, text) as found:
             wait_until(lambda: [*found.statuses().values()].count("UP") == 2, server=found.proxy)
             wait_until(lambda: [*found.statuses("any-").values()].count("no check") == 2, server=found.proxy)
+            wait_until(lambda: [*found.statuses("written-").values()].count("UP") == 2, server=found.proxy)
+            assert found.proxy.post("/retrieve", BODIES[0], **{"x-corpus-at-least": "0"}).status_code == 200
             for server in servers:
                 server.is_ready = False
             wait_until(lambda: [*found.statuses().values()].count("NOLB") == 2, server=found.proxy)

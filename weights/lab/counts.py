@@ -75,7 +75,7 @@ def count_probabilities(examples: Examples, frozen: int, action: int, seed: int 
     if happened.all() or not happened.any():
         return popularity(examples.log, frozen, action)
     features = count_features(examples, frozen, action)
-    weight = None if examples.log.weight is None else examples.log.weight[rows]
+    weight = None if examples.log.weight is None else examples.log.weight[rows] / examples.log.weight[rows].mean()
     return _logistic(features[rows], happened, weight, features)
 
 

@@ -225,6 +225,8 @@ def test_smoothed_labels_count_each_row_by_its_weight(world: World) -> None:
     expected = np.average(happened, weights=weight)
     assert np.average(smoothed, weights=weight) == pytest.approx(expected, rel=0.1)
     assert happened.mean() > 2 * expected
+    small = Examples(replace(log, weight=weight / weight.sum()), small_config())
+    assert smoothed_labels(small, rows, 1.0)[:, action] == pytest.approx(smoothed, abs=1e-3)
 
 
 @pytest.mark.slow
