@@ -41,7 +41,7 @@ class ServedModel:
 class Ranked(msgspec.Struct, frozen=True, eq=False):
     """The result of one ranking.
 
-    `queue_seconds`: until its first forward pass; `forward_seconds`: summed over its chunks. `handle`: names its context for later requests
+    `forward_seconds`: of its forward passes together. `handle`: names its context for later requests
     of the same API key; empty if the cache does not keep it. `history_used`: events that the model has seen; `history_dropped`: older
     ones that did not fit its window. `context`: what a handle named, where the request had one; a worker gets it only if it logs what was
     served.
@@ -49,7 +49,6 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
 
     scores: Scores
     cache: CacheResult
-    queue_seconds: float
     forward_seconds: float
     handle: str = ""
     history_used: int = 0
@@ -77,11 +76,10 @@ class ServedCorpus:
 
 
 class SearchResult(msgspec.Struct, frozen=True, eq=False):
-    """The result of one search: its posts, how long it waited, and how long its batch took to encode users and to search. The history
-    counts are those of `Ranked`."""
+    """The result of one search: its posts, and how long its batch took to encode users and to search. The history counts are those of
+    `Ranked`."""
 
     posts: Retrieved
-    queue_seconds: float
     encode_seconds: float
     search_seconds: float
     history_used: int = 0

@@ -210,6 +210,11 @@ def timings_of(stages: Mapping[str, float]) -> dict[str, float]:
     return {stage: round(seconds * 1e6) / 1e3 for stage, seconds in stages.items()}
 
 
+def work_timings(exchange: Exchange) -> dict[str, float]:
+    """Return milliseconds by stage for the reply's body, which leaves out how long the call was read, and waited for the corpus."""
+    return timings_of({stage: seconds for stage, seconds in exchange.stages.items() if stage not in ("read", "corpus")})
+
+
 def headers_of(model: ServedModel, ranked: Ranked, exchange: Exchange) -> dict[str, str]:
     """Return the headers of a reply with scores, and note for the log what they say."""
     return headers(model.manifest.version, ranked.cache, exchange, ranked.handle)

@@ -46,6 +46,9 @@ TENSORS = frozenset({JSON, BINARY, b""})  # clients of the Open Inference Protoc
 GZIP = 16 + zlib.MAX_WBITS
 MOST_MEMBERS = 64  # of a gzip body
 MOST_TYPE_BYTES = 256  # of Content-Type, and of Content-Encoding: no caller needs more, and each parameter costs time
+BEGAN_AT = (
+    "ranker.began_at"  # what our server adds to the scope: when the first bytes came, in seconds of `time.perf_counter`
+)
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
 LONG_BODY_BYTES = 65_536
 """While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""
@@ -212,7 +215,7 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
                 check_room(request, state, exchange, size, deadline)
             has_waited = await state.read_queue.take(size, key, deadline - state.ranker.clock())
             await check_waits(scope)
-        exchange.turn_at = time.perf_counter()
+        exchange.note_turn()
         if has_waited or size > LONG_BODY_BYTES:
             state.ranker.check_open(key, leaves_at(request, state, exchange))
         if is_gzip:

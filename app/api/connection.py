@@ -14,6 +14,7 @@ import math
 import select
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.api.caller import CANCELS
+from app.api.caller import BEGAN_AT, CANCELS
 from app.api.middleware import MOST_TARGET_BYTES
 
 MOST_HEADERS, MOST_HEADER_BYTES = 100, 32_768
@@ -225,6 +226,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = self.extensions
+        self.scope[BEGAN_AT] = time.perf_counter()  # type: ignore[literal-required]
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0
         self.due_at, self.is_spared = self.loop.time() + HEAD_SECONDS, False
 

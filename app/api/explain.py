@@ -103,13 +103,12 @@ async def explain(caller: Caller) -> Response:
             question = await _question(caller, model)
         with ranker.kept(model):
             ranked, without, attention = await Explaining(caller, model, question).run()
-        started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
-        written: list[bytes] = []
-        for piece in render(question, ranked, without, attention, timings):
-            written.append(piece)
-            await asyncio.sleep(0)  # let other requests in
-        exchange.stages["serialize"] = time.perf_counter() - started
-        exchange.passed([("serialize", exchange.stages["serialize"])])
+        timings = replies.work_timings(exchange)
+        with exchange.measured("serialize"):
+            written: list[bytes] = []
+            for piece in render(question, ranked, without, attention, timings):
+                written.append(piece)
+                await asyncio.sleep(0)  # let other requests in
     return JsonReply(b"".join(written), replies.headers_of(model, ranked, exchange))
 
 
@@ -139,6 +138,8 @@ class Explaining:
     """Whether one of its contexts was admitted."""
     rated: int = 0
     """How many candidates the next context counts for in the key's rate: the first one for all, so that it is refused before any work."""
+    queue_seconds: float = 0.0
+    """How long the first context, that of the request itself, has waited."""
 
     async def run(self) -> tuple[Ranked, list[Scores], NDArray[np.float32]]:
         """Return the ranking that is explained, the scores without each of `Question.contexts`, and the attention of `render`."""
@@ -149,13 +150,11 @@ class Explaining:
         started = time.perf_counter()
         own, *others = await self._ranked(chain([(question.context, question.checked.candidates)], without))
         exchange.requests = 1 + len(others)
-        exchange.stages |= {"queue": own.queue_seconds, "forward": time.perf_counter() - started}
-        exchange.spans["queue"] = started, started + own.queue_seconds
-        exchange.passed([("forward", exchange.stages["forward"])])
+        computed = {"forward": time.perf_counter() - started - self.queue_seconds}
+        exchange.stages |= {"queue": exchange.passed(started, computed)} | computed
         with exchange.measured("attention"):
             deadline = self.caller.deadline
             attention = [await ranker.attention(self.model, question.context, group, deadline) for group in groups]
-        ranker.metrics.stage["attention"].observe(exchange.stages["attention"])
         scores, size = [other.scores for other in others], len(groups)
         joined = [Scores.of_chunks(scores[start : start + size]) for start in range(0, len(scores), size)]
         return own, joined, np.concatenate(attention, 2)
@@ -171,6 +170,8 @@ class Explaining:
             began = time.perf_counter()
             ranked += await self._turn(chain([first], islice(rest, together - 1)))
             took = time.perf_counter() - began
+            if len(ranked) == 1:
+                self.queue_seconds = max(0.0, took - ranked[0].forward_seconds)
             together = max(1, together // 2 if took > TURN_SECONDS else together * 2)
         return ranked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from importlib.metadata import version as version_of
 from typing import Any
@@ -172,10 +173,11 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
     caller.note(tensor_request.request_id, model.manifest.config, **sizes)
     place_request = caller.place_request(**sizes)
     with state.ranker.admit(model, place_request) as job:
-        with exchange.measured("parse"):
+        with exchange.measured("parse", since=exchange.spans["parse"][1]):
             checked = tensors.check(tensor_request, model.vocabulary, model.manifest.config, exchange.request_id)
+        asked_at = time.perf_counter()
         ranked = await state.ranker.rank(job, checked.context, checked.candidates)
-    timings = note_timings(exchange, exchange.stages["parse"], ranked)
+    timings = note_timings(exchange, exchange.stages["parse"], ranked, asked_at)
     with exchange.measured("serialize"):
         placement = replies.placement_of(checked, ranked.scores)
         text, binary = tensors.render(tensor_request, checked, ranked, placement, timings)

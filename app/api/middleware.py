@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.caller import CANCELS, CUT_OFF, LONG_BODY_BYTES, Bodies, CallerGone
+from app.api.caller import BEGAN_AT, CANCELS, CUT_OFF, LONG_BODY_BYTES, Bodies, CallerGone
 from app.api.patience import Leavers
 from app.errors import (
     BadRequest,
@@ -34,7 +34,7 @@ from app.replies import timings_of
 from app.schema import is_request_id
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import AccessLine, access, of_exception
-from app.telemetry.metrics import Metrics
+from app.telemetry.metrics import STAGES_OF_CALLS, Metrics
 from app.telemetry.tracing import RequestTracer
 
 MEDIA_TYPE = b"application/problem+json"
@@ -163,8 +163,9 @@ class RequestMiddleware:
         requests.inc()
         duration.observe(seconds)
         if exchange.version:  # it was answered with scores
-            for stage in ("parse", "serialize"):
-                self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
+            for stage, stage_seconds in exchange.stages.items():
+                if stage in STAGES_OF_CALLS:
+                    self.metrics.stage[stage].observe(stage_seconds)
             for names, probabilities in exchange.scored:
                 self.metrics.reply_probabilities.record(names, probabilities)
         if exchange.code == TooLarge.code:
@@ -263,11 +264,12 @@ def _begin(scope: Scope) -> Exchange:
     came = time.perf_counter()
     if (is_chunked or len(length) > 4) and (about := scope.get("extensions", {}).get(CANCELS)):
         came -= about["lag_seconds"]()  # asking the system takes a tenth of a small request
+    began: float = scope.get(BEGAN_AT, came)
     own_id = sent.decode("latin-1") if sent else ""
     is_named = bool(sent) and is_request_id(own_id)
     return Exchange(
         request_id=own_id if is_named else new_request_id(),
-        started=came,
+        started=min(began, came),
         came=came,
         method=scope["method"] if scope["method"] in METHODS else OTHER,
         is_named_by_caller=is_named,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
@@ -95,11 +96,12 @@ async def context(caller: Caller) -> Response:
     request_id = None if context_request.request_id is UNSET else context_request.request_id
     caller.note(request_id, config, history=schema.count_of(context_request.history))
     with state.ranker.admit(model, caller.place_request(candidates=0, history=exchange.history)) as job:
-        with exchange.measured("parse"):
+        with exchange.measured("parse", since=exchange.spans["parse"][1]):
             user = features.context_of(context_request, vocabulary, config)
         del context_request  # as in `_rank`
+        asked_at = time.perf_counter()
         ranked = await state.ranker.rank(job, user, NO_CANDIDATES)
-    timings = note_timings(exchange, exchange.stages["parse"], ranked)
+    timings = note_timings(exchange, exchange.stages["parse"], ranked, asked_at)
     with exchange.measured("serialize"):
         body = replies.context_reply(ranked, request_id, vocabulary, timings)
     return JsonReply(body, replies.headers_of(model, ranked, exchange))
@@ -110,10 +112,11 @@ async def _rank(caller: CallerInfo, name: str = "") -> Response:
     model = ranker.model(name)
     rank_request, place_request = _read(caller, model, caller.body)
     with ranker.admit(model, place_request) as job:
-        checked = _check(exchange, model, rank_request)
+        checked = _check(exchange, model, rank_request, since=exchange.spans["parse"][1])
         del rank_request  # its objects take several times the memory of the arrays that wait
+        asked_at = time.perf_counter()
         ranked = await ranker.rank(job, checked.context, checked.candidates)
-    body = _reply(caller, checked, ranked, exchange.stages["parse"])
+    body = _reply(caller, checked, ranked, exchange.stages["parse"], asked_at)
     return JsonReply(body, replies.headers_of(model, ranked, exchange))
 
 
@@ -129,30 +132,33 @@ def _read(caller: CallerInfo, model: ServedModel, body: bytes) -> tuple[RankRequ
     return rank_request, caller.place_request(**sizes)
 
 
-def _check(exchange: Exchange, model: ServedModel, rank_request: RankRequest) -> CheckedRequest:
-    """Check a request against this checkpoint."""
-    with exchange.measured("parse"):
+def _check(
+    exchange: Exchange, model: ServedModel, rank_request: RankRequest, since: float | None = None
+) -> CheckedRequest:
+    """Check a request against this checkpoint. `since`: when it was decoded, where its admission counts as parsing."""
+    with exchange.measured("parse", since):
         return features.check(rank_request, model.vocabulary, model.manifest.config, exchange.request_id)
 
 
-def _reply(caller: CallerInfo, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
-    """Write the reply, and note what was served."""
+def _reply(caller: CallerInfo, checked: CheckedRequest, ranked: Ranked, parse_seconds: float, asked_at: float) -> bytes:
+    """Write the reply, and note what was served. `asked_at` as in `note_timings`."""
     exchange = caller.exchange
-    timings = note_timings(exchange, parse_seconds, ranked)
+    timings = note_timings(exchange, parse_seconds, ranked, asked_at)
     with exchange.measured("serialize"):
         body, placement = replies.rank_reply(checked, ranked, timings)
         caller.note_served(checked, ranked, placement)
     return body
 
 
-def note_timings(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
-    """Note how long a request waited and was computed, and return its reply's timings. The call's stages are those of its slowest request,
-    since requests of a batch run side by side."""
-    seconds = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
-    for stage in ("queue", "forward"):
-        exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), seconds[stage])
-    exchange.passed((("queue", ranked.queue_seconds), ("forward", ranked.forward_seconds)))
-    return replies.timings_of(seconds)
+def note_timings(exchange: Exchange, parse_seconds: float, ranked: Ranked, asked_at: float) -> dict[str, float]:
+    """Note how long a request waited and was computed, and return its reply's timings. The ranker was asked at `asked_at`, on the clock of
+    `Exchange`, and has answered just now. The call's stages are those of its slowest request, since requests of a batch run side by side.
+    """
+    stages, computed = exchange.stages, ranked.forward_seconds
+    waited = exchange.passed(asked_at, {"forward": computed})
+    stages["queue"] = max(stages.get("queue", 0.0), waited)
+    stages["forward"] = max(stages.get("forward", 0.0), computed)
+    return replies.timings_of({"parse": parse_seconds, "queue": waited, "forward": computed})
 
 
 # --- A batch ---------------------------------------------------------------------------------------------------------------------------
@@ -210,9 +216,9 @@ class BatchCall:
                 async with self._turn:  # requests are read and admitted one by one
                     await asyncio.sleep(0)  # lets other callers in
                     row = await self._begin(index, item, places)
-                checked = row.checked
+                checked, asked_at = row.checked, time.perf_counter()
                 ranked = await self._in_flight.rank(row.job, row.request, checked.context, checked.candidates)
-            body = _reply(self._caller, checked, ranked, row.parse_seconds)
+            body = _reply(self._caller, checked, ranked, row.parse_seconds, asked_at)
         except (ServiceError, MemoryError) as error:
             return service_error_of(error)
         return Result(body, row.job.model, ranked.cache, ranked.handle)

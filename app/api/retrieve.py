@@ -71,10 +71,11 @@ async def retrieve(caller: Caller) -> Response:
     with exchange.measured("parse"):
         query = _query(retrieve_request, k, at_least, served.vocabulary, served.manifest.config)
     search = SearchRequest(query, caller.deadline, caller.key, caller.leaves_at)
+    asked_at = time.perf_counter()
     search_result = await corpus.search(served, search)
-    _count(caller, search_result)
+    _count(caller, search_result, asked_at)
     with exchange.measured("serialize"):
-        body = _reply(retrieve_request, search_result, served, replies.timings_of(exchange.stages))
+        body = _reply(retrieve_request, search_result, served, replies.work_timings(exchange))
     fields = replies.headers(served.manifest.version, "hit" if search_result.posts.cached else "miss", exchange)
     return JsonReply(body, fields | {VERSION_HEADER: _label(served, search_result)})
 
@@ -105,7 +106,7 @@ async def recommend(caller: Caller) -> Response:
         search_result, ranked = await _search_and_rank(caller, job, served, query, checked)
     with exchange.measured("serialize"):
         placement = replies.placement_of(checked, ranked.scores)
-        body = _recommended(served, search_result, checked, ranked, placement, replies.timings_of(exchange.stages))
+        body = _recommended(served, search_result, checked, ranked, placement, replies.work_timings(exchange))
         caller.note_served(checked, ranked, placement)
     fields = replies.headers_of(model, ranked, exchange)
     return JsonReply(body, fields | {VERSION_HEADER: _label(served, search_result)})
@@ -113,7 +114,8 @@ async def recommend(caller: Caller) -> Response:
 
 async def _reach(caller: CallerInfo, at_least: str) -> None:
     """Wait until the corpus has had this change. The time is no part of how long replies take. Raises CorpusBehind."""
-    await caller.state.ranker.corpus.reach(at_least, caller.key, caller.deadline)
+    with caller.exchange.measured("corpus"):
+        await caller.state.ranker.corpus.reach(at_least, caller.key, caller.deadline)
     caller.exchange.turn_at = time.perf_counter()
 
 
@@ -165,8 +167,9 @@ async def _search_and_rank(
     ranker, config = caller.state.ranker, job.model.manifest.config
     await ranker.reserve(job)
     search = SearchRequest(query, caller.deadline, caller.key, has_place=True)
+    asked_at = time.perf_counter()
     search_result = await ranker.corpus.search(served, search)
-    _count(caller, search_result)
+    _count(caller, search_result, asked_at)
     posts, count, stages = search_result.posts, len(search_result.posts), caller.exchange.stages
     ages = age_bucket(checked.impression_ts, posts.created_at, config)
     codes = codes_fitting(posts.codes, count, config)
@@ -175,13 +178,13 @@ async def _search_and_rank(
     checked.post_ids = [post for post, _ in posts.texts] if posts.texts else [*map(str, posts.post_ids.tolist())]
     checked.created_at = posts.created_at
     checked.options.top_k = min(checked.options.top_k or count, count)
+    asked_at = time.perf_counter()
     if count:
         ranked = await ranker.rank(job, checked.context, checked.candidates)
     else:
         ranked = _nothing(search_result, query, config)
-    stages["queue"] += ranked.queue_seconds
+    stages["queue"] += caller.exchange.passed(asked_at, {"forward": ranked.forward_seconds})
     stages["forward"] = ranked.forward_seconds
-    caller.exchange.passed((("queue", ranked.queue_seconds), ("forward", ranked.forward_seconds)))
     return search_result, ranked
 
 
@@ -191,7 +194,7 @@ def _nothing(search_result: SearchResult, query: Query, config: ModelConfig) -> 
     scores = Scores(*(np.empty((0, width), np.float32) for width in (actions, actions, outputs)))
     events = search_result.history_used + search_result.history_dropped
     used = min(events, config.history_length)
-    return Ranked(scores, "miss", 0.0, 0.0, query.handle, used, events - used)
+    return Ranked(scores, "miss", 0.0, query.handle, used, events - used)
 
 
 # --- What both endpoints share ---------------------------------------------------------------------------------------------------------
@@ -245,15 +248,10 @@ def _at_least(caller: CallerInfo) -> str:
     return sent
 
 
-def _count(caller: CallerInfo, search_result: SearchResult) -> None:
-    """Note where a search's time went."""
-    stages = {
-        "queue": search_result.queue_seconds,
-        "encode": search_result.encode_seconds,
-        "search": search_result.search_seconds,
-    }
-    caller.exchange.stages |= stages
-    caller.exchange.passed(stages.items())
+def _count(caller: CallerInfo, search_result: SearchResult, asked_at: float) -> None:
+    """Note where the time of a search went that was asked for at `asked_at`, and has ended just now."""
+    computed = {"encode": search_result.encode_seconds, "search": search_result.search_seconds}
+    caller.exchange.stages |= {"queue": caller.exchange.passed(asked_at, computed)} | computed
 
 
 # --- Replies ---------------------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Searches:
         limits = {"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
         admission = Admission(settings.queue.model_copy(update=limits), batching, clock)
         self.metrics = metrics
-        self.places: Places[SearchJob] = Places(admission, metrics, metrics.record_waits)
+        self.places: Places[SearchJob] = Places(admission, metrics)
         self.versions: Versions[SearchJob] = Versions(
             batching,
             self.places.batch_done,

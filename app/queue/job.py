@@ -48,11 +48,6 @@ class Job(Work, ABC):
         """Whether somebody still waits for the result."""
         return not self.future.done()
 
-    @property
-    def queue_seconds(self) -> float:
-        """Seconds from its arrival to its first forward; 0 before that."""
-        return 0.0 if self.started is None else self.started - self.arrived
-
     def finish(self) -> None:
         """Give the result to the waiting task, if there still is one."""
         if self.is_waited_for:
@@ -105,7 +100,7 @@ class RankJob(Job):
             scores = Scores(scores.logits, corrections.probabilities(scores.logits), scores.continuous)
         assert self.context is not None
         used, dropped = len(self.context.post_ids), self.context.dropped
-        return Ranked(scores, self.cache, self.queue_seconds, self.forward_seconds, self.handle, used, dropped)
+        return Ranked(scores, self.cache, self.forward_seconds, self.handle, used, dropped)
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
@@ -128,5 +123,5 @@ class SearchJob(Job):
         """Return the posts, and how long they took."""
         assert self.outcome is not None
         answers, place = self.outcome
-        context, seconds = self.query.context, (self.queue_seconds, answers.encode_seconds, answers.search_seconds)
+        context, seconds = self.query.context, (answers.encode_seconds, answers.search_seconds)
         return SearchResult(answers.retrieved[place], *seconds, len(context.post_ids), context.dropped)

@@ -16,7 +16,9 @@ from app.telemetry.metrics import BatchReport, Metrics
 class Places(Generic[J]):
     """Used by the event loop only. `record` counts a forward in the metrics."""
 
-    def __init__(self, admission: Admission, metrics: Metrics, record: Callable[[BatchReport], None]) -> None:
+    def __init__(
+        self, admission: Admission, metrics: Metrics, record: Callable[[BatchReport], None] = lambda report: None
+    ) -> None:
         self.admission = admission
         self.metrics = metrics
         self.freed = self.refused = 0  # since the start

@@ -61,7 +61,6 @@ class Scheduler(Generic[J]):
         self._running: list[Chunk[J]] = []
         self._running_since = self._collated = 0.0
         self._candidates = self._tokens = 0  # of the forward that runs
-        self._queue_seconds: list[float] = []  # of the jobs whose first forward runs
         self._busy_since = 0.0  # clock seconds when the idle engine got work
         self._last_forward = 0.0  # clock seconds when a forward or call last finished
         self._next: asyncio.Handle | None = None  # will begin a forward
@@ -207,7 +206,6 @@ class Scheduler(Generic[J]):
         """Have these chunks computed."""
         self._running, self._running_since = chunks, now
         self._candidates = self._tokens = 0
-        self._queue_seconds = []
         parts = []
         for chunk in chunks:
             job = chunk.job
@@ -215,7 +213,6 @@ class Scheduler(Generic[J]):
             self._tokens += chunk.context_tokens
             if job.started is None:
                 job.started = now
-                self._queue_seconds.append(now - job.arrived)
             parts.append(job.part(chunk.start, chunk.stop))
         self._collated = self.clock()
         self._runner.forward(parts, self._candidates + self._tokens, self._end)
@@ -233,7 +230,6 @@ class Scheduler(Generic[J]):
         report = BatchReport(
             [chunk.stop - chunk.start for chunk in chunks],
             self._candidates + self._tokens,
-            self._queue_seconds,
             self._collated - self._running_since,
             seconds,
             is_failed,

@@ -134,7 +134,7 @@ _HEADERS_OUT = {
     "X-Context": "The handle of the ranking model's context, if the cache keeps it; for a batch, if it has one ranking.",
     "X-Context-Cache": "`hit` if all of the user's context came from the cache, `prefix` if its beginning did, otherwise `miss`. "
     "/rank/batch and /retrieve say `hit` or `miss` only.",
-    "Server-Timing": "Milliseconds by stage, such as `parse`, `queue`, `forward` and `serialize`.",
+    "Server-Timing": "Milliseconds by stage, such as `read`, `parse`, `queue`, `forward` and `serialize`.",
 }
 
 

@@ -60,7 +60,7 @@ class Timings(Strict):
     """Where the time went, in milliseconds."""
 
     parse: Annotated[float, about("Reading and checking the body, and making the features.")]
-    queue: Annotated[float, about("Waiting for the engine.")]
+    queue: Annotated[float, about("Waiting, from when it was checked until its scores were there, less `forward`.")]
     forward: Annotated[float, about("Running the model.")]
 
 
@@ -203,7 +203,8 @@ class ExplainedCandidate(Scored):
 
 
 class ExplainTimings(Timings):
-    """Where the time went, in milliseconds. `queue` is for the request itself, `forward` for all the contexts together."""
+    """Where the time went, in milliseconds. `queue` is for the request itself, `forward` for all the contexts together, with the rests
+    between them."""
 
     attention: Annotated[float, about("Computing the attention, beside the engine.")]
 
@@ -246,7 +247,7 @@ class RetrieveTimings(Strict):
     """Where the time went, in milliseconds."""
 
     parse: Annotated[float, about("Reading and checking the body, and making the features.")]
-    queue: Annotated[float, about("Waiting for the scan.")]
+    queue: Annotated[float, about("Waiting, until its posts were there, less `encode` and `search`.")]
     encode: Annotated[float, about("Computing the vectors of the users who share the scan.")]
     search: Annotated[float, about("Scanning the corpus.")]
 

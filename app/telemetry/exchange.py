@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,13 +12,13 @@ import msgspec
 class Exchange(msgspec.Struct):
     """It is logged, so it holds nothing of a user's history, and names of requests only after a check.
 
-    `started`, when its first bytes came, `came`, when the last did, and `turn_at`, when its turn came: they were read, and the corpus
-    had the change that it asked for, in seconds of `time.perf_counter`; `stages` in seconds, and `spans` has when each of them first
-    began and last ended, on that clock. `status` 499 means that the client disconnected; `code` is a problem's. A request that was not
-    named by its caller's header takes the name in its body, if there is one. `scored`: of its replies, the action names and the
-    probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together; `is_reading`: the body is on its
-    way, `is_read`: it is whole. `has_long_body`: it is, or may be, so long that a refusal ends the connection rather than read it.
-    `says_deadline`: the caller's own header says how long it waits.
+    Times are on the clock of `time.perf_counter`, durations in seconds. `started`, when its first bytes came, `came`, when the last did,
+    and `turn_at`, when its turn came: they were read, and the corpus had the change that it asked for. `stages`: how long each took, in
+    the order in which they first ended; `spans`: when each first began and last ended. `status` 499 means that the client disconnected;
+    `code` is a problem's. A request that was not named by its caller's header takes the name in its body, if there is one. `scored`: of
+    its replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together;
+    `is_reading`: the body is on its way, `is_read`: it is whole. `has_long_body`: it is, or may be, so long that a refusal ends the
+    connection rather than read it. `says_deadline`: the caller's own header says how long it waits.
     """
 
     request_id: str
@@ -45,32 +45,42 @@ class Exchange(msgspec.Struct):
     came: float = 0.0
     turn_at: float = 0.0
 
-    def measured(self, stage: str) -> Stopwatch:
-        """A block whose time is added to a stage."""
-        return Stopwatch(self, stage)
+    def note_turn(self) -> None:
+        """Its turn has come: that ends the stage `read`, which began with its first bytes."""
+        self.turn_at = now = time.perf_counter()
+        self.stages["read"], self.spans["read"] = now - self.started, (self.started, now)
 
-    def passed(self, stages: Iterable[tuple[str, float]]) -> None:
-        """Note the spans of consecutive stages, each with its seconds; the last one ends now. The span of a stage that is noted again, as
-        in a batch, reaches from its first beginning to its last end. Nothing is added to `stages`."""
+    def measured(self, stage: str, since: float | None = None) -> Stopwatch:
+        """A block whose time is added to a stage, counted from `since` where that is given."""
+        return Stopwatch(self, stage, since)
+
+    def passed(self, asked_at: float, computed: Mapping[str, float]) -> float:
+        """Note the spans of `queue`, which began at `asked_at`, and of the stages that were `computed` after it, with the seconds of each;
+        the last one ends now. The span of a stage that is noted again, as in a batch, reaches from its first beginning to its last end.
+        Return the seconds of `queue`: what is left. Nothing is added to `stages`."""
         end = time.perf_counter()
-        for stage, seconds in reversed([*stages]):
-            began = end - seconds
-            first, last = self.spans.get(stage, (began, end))
-            self.spans[stage] = min(first, began), max(last, end)
-            end = began
+        waited = max(0.0, end - asked_at - sum(computed.values()))
+        began = asked_at
+        for stage, seconds in {"queue": waited, **computed}.items():
+            ended = min(end, began + seconds)
+            first, last = self.spans.get(stage, (began, ended))
+            self.spans[stage] = min(first, began), max(last, ended)
+            began = ended
+        return waited
 
 
 class Stopwatch:
     """Adds the seconds of a block to a stage of an exchange, also where it raises."""
 
-    __slots__ = ("exchange", "stage", "started")
+    __slots__ = ("exchange", "since", "stage", "started")
 
-    def __init__(self, exchange: Exchange, stage: str) -> None:
+    def __init__(self, exchange: Exchange, stage: str, since: float | None) -> None:
         self.exchange = exchange
         self.stage = stage
+        self.since = since
 
     def __enter__(self) -> None:
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() if self.since is None else self.since
 
     def __exit__(self, *_: object) -> None:
         ended, stage, stages, spans = time.perf_counter(), self.stage, self.exchange.stages, self.exchange.spans

@@ -34,7 +34,8 @@ ROWS = tuple(4.0**power for power in range(13))
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 PROBABILITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 MOST_PENDING_ROWS = 16_384  # candidates whose probabilities wait to be counted: some hundred kilobytes
-STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
+STAGES_OF_CALLS = ("read", "corpus", "parse", "queue", "attention", "serialize")
+STAGES = (*STAGES_OF_CALLS, "collate", "forward", "encode", "search")  # the last four are of batches
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 LOG_DROPS = ("reader_slow", "not_written")
@@ -55,7 +56,6 @@ class BatchReport(msgspec.Struct, frozen=True):
 
     candidates: Sequence[int]
     cost: int
-    queue_seconds: Sequence[float]
     collate_seconds: float
     forward_seconds: float
     failed: bool
@@ -242,16 +242,10 @@ class Metrics:
             self.candidates_scored.inc(candidates)
         self.stage["forward"].observe(report.forward_seconds)
         self.stage["collate"].observe(report.collate_seconds)
-        self.record_waits(report)
         self.batch_requests.observe(rows)
         self.batch_candidates.observe(candidates)
         slots = rows * max(report.candidates)
         self.batch_padding_ratio.observe((slots - candidates) / max(1, slots))
-
-    def record_waits(self, report: BatchReport) -> None:
-        """How long the jobs of a forward have waited for it."""
-        for seconds in report.queue_seconds:
-            self.stage["queue"].observe(seconds)
 
     def render(self) -> bytes:
         """The exposition, of type CONTENT_TYPE."""

@@ -30,8 +30,8 @@ class RequestTracer:
     """Turns a finished exchange into a span with one child per stage of its log line.
 
     A child reaches from when its stage first began to when it last ended, as far as the HTTP side knows: it takes a forward pass to end
-    when its scores arrive. So what lies between two children is waiting that no stage counts. The children overlap where a stage was passed
-    several times: those of a batch, and in /recommend the `queue` of search and ranking. The log line has the time in each stage.
+    when its scores arrive. The children overlap where a stage was passed several times: those of a batch, and in /recommend the `queue` of
+    search and ranking. The log line has the time in each stage.
     """
 
     def __init__(self) -> None:

@@ -30,16 +30,18 @@ request = function() sent = sent %% #bodies + 1; return wrk.format(nil, nil, nil
 function done(summary, latency)
   local errors = summary.errors
   print(string.format("counted %%d of %%d in %%d", errors.status, summary.requests, summary.duration))
+  print(string.format("mean %%d", latency.mean))
   print(string.format("broken %%d", errors.connect + errors.read + errors.write + errors.timeout))
 end
 """
 
 
 class Reading(NamedTuple):
-    """Replies per second below status 400 (good) and others (bad), and percentiles of all latencies in ms."""
+    """Replies per second below status 400 (good) and others (bad), and the mean and percentiles of all latencies in ms."""
 
     good_per_s: float
     bad_per_s: float
+    mean_ms: float
     p50_ms: float
     p99_ms: float
 
@@ -58,13 +60,14 @@ def read(
         options = ["-t1", f"-c{connections}", duration, "--timeout", f"{MOST_SECONDS}s", "--latency", "-s", str(script)]
         text = subprocess.run(["wrk", *options, url], check=True, capture_output=True, text=True).stdout
     httpx.post(url, content=bodies[0], headers=fields, timeout=60)
-    counted = re.search(r"counted (\d+) of (\d+) in (\d+)\nbroken (\d+)", text)
+    counted = re.search(r"counted (\d+) of (\d+) in (\d+)\nmean (\d+)\nbroken (\d+)", text)
     assert counted is not None, text
-    bad, requests, microseconds, broken = map(int, counted.groups())
+    bad, requests, microseconds, mean, broken = map(int, counted.groups())
     if broken:
         raise RuntimeError(f"not every request was answered:\n{text}")
     taken = microseconds / 1e6
-    return Reading((requests - bad) / taken, bad / taken, _milliseconds(text, 50), _milliseconds(text, 99))
+    percentiles_ms = _milliseconds(text, 50), _milliseconds(text, 99)
+    return Reading((requests - bad) / taken, bad / taken, mean / 1e3, *percentiles_ms)
 
 
 def _milliseconds(text: str, percent: int) -> float:

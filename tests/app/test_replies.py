@@ -43,7 +43,7 @@ def scores(count: int, seed: int = 0) -> Scores:
 
 
 def ranked(given: Scores, handle: str = "") -> Ranked:
-    return Ranked(given, "hit", 0.001, 0.0025, handle, history_used=1, history_dropped=2)
+    return Ranked(given, "hit", 0.0025, handle, history_used=1, history_dropped=2)
 
 
 def reply_to(

@@ -63,12 +63,12 @@ def test_the_buckets_are_those_of_the_contract() -> None:
     expected = "0.0005 0.001 0.002 0.003 0.005 0.0075 0.01 0.015 0.02 0.03 0.05 0.075 0.1 0.15 0.25 0.5 1 2.5"
     assert " ".join(f"{bound:g}" for bound in metrics.LATENCY_SECONDS) == expected
     counted = Metrics()
-    counted.record_batch(BatchReport([3, 5], 10, [0.001, 0.002], 0.0001, 0.004, False))
+    counted.record_batch(BatchReport([3, 5], 10, 0.0001, 0.004, False))
     value = counted.registry.get_sample_value
     assert value("ranker_batch_candidates_bucket", {"le": "8.0"}) == 1
     assert value("ranker_batch_candidates_bucket", {"le": "4.0"}) == 0
     assert value("ranker_batch_padding_ratio_sum") == pytest.approx(0.2)  # 2 of 10 slots
-    assert value("ranker_stage_duration_seconds_count", {"stage": "queue"}) == 2
+    assert value("ranker_stage_duration_seconds_sum", {"stage": "forward"}) == 0.004
 
 
 def samples(*replies: tuple[tuple[str, ...], list[list[float]]]) -> dict[tuple[str, str], float]:

@@ -122,7 +122,7 @@ def test_a_request_is_named_counted_and_timed(running: Running, path: str) -> No
     assert line["cache"] == reply.headers["x-context-cache"] in ("hit", "miss")
     assert "code" not in line
     timed = {name: float(ms) for name, ms in re.findall(r"(\w+);dur=([\d.]+)", reply.headers["server-timing"])}
-    assert timed.keys() == line["stages_ms"].keys() == {*stages, "serialize"}
+    assert timed.keys() == line["stages_ms"].keys() == {"read", *stages, "serialize"}
     assert all(0 <= ms <= line["duration_ms"] for ms in timed.values())
     assert timed["parse"] > 0 < timed["serialize"]
     told = reply.json()["timings_ms"] if path != "/rank/batch" else reply.json()["results"][0]["timings_ms"]
@@ -131,7 +131,7 @@ def test_a_request_is_named_counted_and_timed(running: Running, path: str) -> No
     assert grown[f"ranker_http_requests_total{labels}"] == 1
     timed_as = f'{{method="POST",refused="false",route="{path}"}}'
     assert grown[f"ranker_http_request_duration_seconds_count{timed_as}"] == 1
-    for stage in {"parse", "serialize", "attention"} & {*stages, "serialize"}:
+    for stage in {"read", "parse", "queue", "serialize", "attention"} & {"read", *stages, "serialize"}:
         assert grown[f'ranker_stage_duration_seconds_count{{stage="{stage}"}}'] == 1
         seconds = grown[f'ranker_stage_duration_seconds_sum{{stage="{stage}"}}']
         assert seconds == pytest.approx(line["stages_ms"][stage] / 1e3, abs=1e-6), stage
@@ -430,12 +430,16 @@ def test_a_span_shows_waiting_where_it_was() -> None:
     pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
     waited = 0.5
     with collecting() as spans, listening(tracing=Tracing(enabled=True)) as live, live.connect() as caller:
-        caller.sendall(head(headers={"connection": "close"}))
+        caller.sendall(b"POST /rank HTTP/1.1\r\n")
+        time.sleep(waited)
+        caller.sendall(head(headers={"connection": "close"}).partition(b"\r\n")[2])
         time.sleep(waited)
         caller.sendall(BODY)
         while caller.recv(65536):
             pass
-    assert spans["parse"].start_time_unix_nano - spans["POST /rank"].start_time_unix_nano > 0.2 * waited * 1e9
+    read = spans["read"].end_time_unix_nano - spans["read"].start_time_unix_nano
+    assert read > 1.2 * waited * 1e9, "from the first bytes"
+    assert spans["parse"].start_time_unix_nano - spans["POST /rank"].start_time_unix_nano >= read
 
 
 def test_probes_and_scrapes_make_no_spans() -> None:

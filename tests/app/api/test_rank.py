@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from app.queue.runners import Steps
 from app.service.local import LocalService
 from app.settings import Limits
 from app.vocabulary import NO_WEIGHTS, Vocabulary
+from model.engine import Item
 from tests.support import strategies
 from tests.support.asgi import served
 from tests.support.bodies import good, in_columns
@@ -86,7 +88,7 @@ def test_durations_are_those_of_this_call() -> None:
         wall_ms = (time.perf_counter() - started) * 1000
         stages = dict(part.split(";dur=") for part in reply.headers["server-timing"].split(", "))
         spent = {name: float(milliseconds) for name, milliseconds in stages.items()}
-        assert [*spent] == ["parse", "queue", "forward", "serialize"]
+        assert [*spent] == ["read", "parse", "queue", "forward", "serialize"]
         assert min(spent.values()) > 0
         assert spent["forward"] >= work_ms
         assert sum(spent.values()) <= wall_ms
@@ -94,6 +96,19 @@ def test_durations_are_those_of_this_call() -> None:
         for stage, milliseconds in spent.items():
             counted = figure(ranker, f'ranker_stage_duration_seconds_sum{{stage="{stage}"}}') * 1000
             assert counted == pytest.approx(milliseconds, abs=0.01), stage
+
+
+def test_waiting_for_a_busy_event_loop_counts_as_waiting() -> None:
+    waited_ms, portals = 150.0, list[Any]()
+
+    def before(items: Sequence[Item]) -> None:
+        for portal in portals:  # when the scores come, the loop does something else
+            portal.start_task_soon(partial(time.sleep, waited_ms / 1000))
+
+    with served(FakeEngine(before=before)) as (client, _):
+        portals.append(client.portal)
+        reply = client.post("/rank", json=good())
+        assert reply.json()["timings_ms"]["queue"] > 0.5 * waited_ms > reply.json()["timings_ms"]["forward"]
 
 
 def test_a_model_is_asked_for_by_its_path(client: TestClient) -> None:

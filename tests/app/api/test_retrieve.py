@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,7 +113,7 @@ def test_a_reload_loses_no_request_that_waits_for_a_change(tmp_path: Path, path:
 @pytest.mark.one_process("the change is made in the loop of the client")
 @BOTH
 def test_how_long_replies_take_leaves_out_a_wait_for_a_change(tmp_path: Path, path: str) -> None:
-    """Else requests of others would be refused as too late."""
+    """Else requests of others would be refused as too late. It is a stage of its own."""
     rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), ["chess"])
     admin = {"port": 0, "token_sha256": "9f" * 32}
     with served(retrieval=corpora.setting(tmp_path), admin=admin) as (client, ranker), ThreadPoolExecutor() as pool:
@@ -125,6 +126,9 @@ def test_how_long_replies_take_leaves_out_a_wait_for_a_change(tmp_path: Path, pa
         client.portal.call(ranker.corpus.change, PostChange(np.zeros(0, np.uint64), rows))
         assert {each.result().status_code for each in waiting} == {200}
         assert time.monotonic() - begun > 0.2
+        timed = re.search(r"corpus;dur=([\d.]+)", waiting[0].result().headers["server-timing"])
+        assert timed is not None
+        assert float(timed[1]) > 100
         assert of_path.reply_seconds < before + 0.05
 
 

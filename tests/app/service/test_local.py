@@ -61,7 +61,7 @@ async def test_a_long_list_is_cut_and_joined_in_order_with_one_state() -> None:
         assert is_right(scores, 3)
         assert len(scores) == 513
         assert engine.chunks == [[86], [86], [86], [85], [85], [85]]
-        assert (found.queue_seconds, found.forward_seconds) == (0.0, 6 * 0.25)
+        assert found.forward_seconds == 6 * 0.25
         await asyncio.sleep(0)  # figures keep no reply waiting
         counts = {"batch_requests_count": 6, "batch_candidates_sum": 513, "candidates_scored_total": 513}
         assert {name: figure(ranker, f"ranker_{name}") for name in counts} == counts
