@@ -66,6 +66,7 @@ def test_a_log_becomes_a_corpus_that_is_recommended_from(log: Path, towers: Path
         assert len(reply.json()["candidates"]) == 5
 
 
+@pytest.mark.slow
 def test_recall_is_printed_beside_simpler_sources(log: Path, towers: Path, tmp_path: Path) -> None:
     judged = call("eval-retrieval", towers, "--log", log, "--out", tmp_path / "recall.json", "--queries", "200")
     assert judged.exit_code == 0, judged.output
@@ -100,6 +101,7 @@ def nameless(log: Log) -> Log:
     return replace(log, action_names=tuple(f"z_{name[::-1]}" for name in log.action_names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rename", "weights"), [(replace, "click=1"), (nameless, "z_kcilc=1")])
 def test_liked_is_what_the_towers_were_trained_for(
     rename: Callable[[Log], Log], weights: str, world: World, tmp_path: Path

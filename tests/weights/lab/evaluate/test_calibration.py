@@ -137,6 +137,7 @@ def read_table(path: Path) -> Any:
     return pq.read_table(path)
 
 
+@pytest.mark.slow
 def test_before_is_what_was_served_before(sampled: Path, middle: int, calibrated: Path, tmp_path: Path) -> None:
     again = shutil.copytree(calibrated, tmp_path / "again")
     done = call("calibrate", again, "--log", sampled, "--since", middle, "--kept", KEPT)
