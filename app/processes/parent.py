@@ -158,6 +158,10 @@ class Child:
                 self._is_in_use = bool(os.read(self.pipe, 1))
         return self._is_in_use
 
+    def runs(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.process is not None and self.process.poll() is None
+
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""
         return None if self.process is None else self.process.poll()
@@ -188,7 +192,7 @@ class Child:
 
     def send(self, number: int) -> None:
         """Send it a signal, if it runs."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and self.runs():
             self.process.send_signal(number)
 
     def wait(self, until: float) -> int:
@@ -294,13 +298,13 @@ class Parent:
             signal.signal(number, self._end_at_once)
         for listener in self.sockets:
             listener.close()  # the workers have them: when those accept no more, a new connection is refused
-        # The engine process serves the workers until they have gone. One that has none yet would end at once, so it is told after them.
-        is_in_use = self.engine.is_in_use()
-        for child in (self.engine, *self.workers) if is_in_use else self.workers:
-            child.send(signal.SIGTERM)
+        for worker in self.workers:
+            worker.send(signal.SIGTERM)
+        # The engine process serves the workers until they have gone. One that has none yet would end at once, so it is told once it has.
+        while not self.engine.is_in_use() and any(worker.runs() for worker in self.workers) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        self.engine.send(signal.SIGTERM)
         codes = [worker.wait(until) for worker in self.workers]
-        if not is_in_use:
-            self.engine.send(signal.SIGTERM)
         codes.append(self.engine.wait(until + LAST_SECONDS))
         if {*codes} <= ORDERLY:
             return 0

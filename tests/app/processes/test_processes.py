@@ -384,13 +384,16 @@ def test_the_probe_port_is_not_ready_during_a_drain(probed: Server, probes_port:
 
 @pytest.mark.slow
 def test_an_engine_process_that_starts_during_a_drain_serves() -> None:
-    """It is not told of the drain before a worker is linked to it."""
-    with serving(workers=2, drain__delay_seconds=30) as server:
+    """It is told of the drain once a worker is linked to it."""
+    port = free_port()
+    with serving(workers=2, probes__port=port, drain__delay_seconds=30) as server:
         (before,) = children(server)["engine"]
         os.kill(before, signal.SIGKILL)
         wait_until(lambda: children(server)["engine"] not in ([], [before]), 10, server)
         server.signal(signal.SIGTERM)
         wait_until(lambda: server.post("/rank", example()).status_code == 200, 25, server)
+        wait_until(lambda: probe(port)[0] == 503, 1, server)
+        assert server.post("/rank", example()).status_code == 200
         server.signal(signal.SIGTERM)
         assert server.wait() == 143, "a second signal ends all"
 
