@@ -301,7 +301,9 @@ class Parent:
         for worker in self.workers:
             worker.send(signal.SIGTERM)
         # The engine process serves the workers until they have gone. One that has none yet would end at once, so it is told once it has.
-        while not self.engine.is_in_use() and any(worker.runs() for worker in self.workers) and time.monotonic() < until:
+        while (
+            not self.engine.is_in_use() and any(worker.runs() for worker in self.workers) and time.monotonic() < until
+        ):
             time.sleep(LOOK_SECONDS)
         self.engine.send(signal.SIGTERM)
         codes = [worker.wait(until) for worker in self.workers]
