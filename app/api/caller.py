@@ -219,12 +219,14 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         if has_waited or size > LONG_BODY_BYTES:
             state.ranker.check_open(key, leaves_at(request, state, exchange))
         if is_gzip:
-            body = body or inflate(packed, limit)
+            with exchange.measured("parse"):
+                body = body or inflate(packed, limit)
             state.bodies.hold(exchange, max(0, len(body) - len(packed)), len(body), is_whole=True)
             if len(body) > size:  # its end did not say so
                 state.read_queue.add(len(body) - size)
                 check_room(request, state, exchange, len(body), deadline)
-                await state.read_queue.take(len(body), key, deadline - state.ranker.clock())
+                with exchange.measured("read"):
+                    await state.read_queue.take(len(body), key, deadline - state.ranker.clock())
         leaves = leaves_at(request, state, exchange)
         return CallerInfo(key, deadline, leaves, body, exchange, headers, state, scope["route"].path)
 

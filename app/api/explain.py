@@ -96,13 +96,16 @@ async def explain(caller: Caller) -> Response:
     ranker = state.ranker
     latest = ranker.clock() + state.settings.deadline.default_seconds
     deadline = min(latest, caller.deadline)
+    asked_at = time.perf_counter()
     async with state.explanations.turn(caller.key, (deadline - ranker.clock()) / 2):
+        turn_seconds = exchange.passed(asked_at, {})
         model = ranker.model()
         with exchange.measured("parse"):
             caller = replace(caller, deadline=deadline, leaves_at=math.inf)  # what is computed last would be late
             question = await _question(caller, model)
         with ranker.kept(model):
             ranked, without, attention = await Explaining(caller, model, question).run()
+        exchange.stages["queue"] += turn_seconds
         timings = replies.work_timings(exchange)
         with exchange.measured("serialize"):
             written: list[bytes] = []

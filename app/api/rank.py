@@ -21,9 +21,9 @@ from app.api.route import JsonReply, Route
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, service_error_of
 from app.features import CheckedRequest
 from app.interface import Job, PlaceRequest, Ranked, ServedModel
+from app.replies import Placement
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
-from model.engine import CacheResult
 from model.inputs import NO_CANDIDATES
 
 RANK, CONTEXT = Decoder(RankRequest), Decoder(ContextRequest)
@@ -58,8 +58,11 @@ async def rank_batch(caller: Caller) -> Response:
         results = await batch.results(items)
     ranked = [result for result in results if isinstance(result, Result)]
     model = ranked[-1].model if ranked else state.ranker.model()
-    cache = "hit" if ranked and all(result.cache == "hit" for result in ranked) else "miss"
-    handle = ranked[0].handle if len(ranked) == 1 else ""
+    with exchange.measured("serialize"):
+        for result in ranked:  # only now: a body that is no JSON is refused as a whole
+            caller.note_served(result.checked, result.ranked, result.placement)
+    cache = "hit" if ranked and all(result.ranked.cache == "hit" for result in ranked) else "miss"
+    handle = ranked[0].ranked.handle if len(ranked) == 1 else ""
     bodies = [result.body if isinstance(result, Result) else _failed(result) for result in results]
     body = b"[%b]" % b",".join(bodies)
     fields = replies.headers(model.manifest.version, cache, exchange, handle)
@@ -116,7 +119,9 @@ async def _rank(caller: CallerInfo, name: str = "") -> Response:
         del rank_request  # its objects take several times the memory of the arrays that wait
         asked_at = time.perf_counter()
         ranked = await ranker.rank(job, checked.context, checked.candidates)
-    body = _reply(caller, checked, ranked, exchange.stages["parse"], asked_at)
+    body, placement = _reply(exchange, checked, ranked, exchange.stages["parse"], asked_at)
+    with exchange.measured("serialize"):
+        caller.note_served(checked, ranked, placement)
     return JsonReply(body, replies.headers_of(model, ranked, exchange))
 
 
@@ -140,14 +145,13 @@ def _check(
         return features.check(rank_request, model.vocabulary, model.manifest.config, exchange.request_id)
 
 
-def _reply(caller: CallerInfo, checked: CheckedRequest, ranked: Ranked, parse_seconds: float, asked_at: float) -> bytes:
-    """Write the reply, and note what was served. `asked_at` as in `note_timings`."""
-    exchange = caller.exchange
+def _reply(
+    exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float, asked_at: float
+) -> tuple[bytes, Placement]:
+    """Write the reply. Return it with the order of its candidates. `asked_at` as in `note_timings`."""
     timings = note_timings(exchange, parse_seconds, ranked, asked_at)
     with exchange.measured("serialize"):
-        body, placement = replies.rank_reply(checked, ranked, timings)
-        caller.note_served(checked, ranked, placement)
-    return body
+        return replies.rank_reply(checked, ranked, timings)
 
 
 def note_timings(exchange: Exchange, parse_seconds: float, ranked: Ranked, asked_at: float) -> dict[str, float]:
@@ -169,8 +173,9 @@ class Result(NamedTuple):
 
     body: bytes
     model: ServedModel
-    cache: CacheResult
-    handle: str
+    checked: CheckedRequest
+    ranked: Ranked
+    placement: Placement
 
 
 class Row(NamedTuple):
@@ -218,10 +223,10 @@ class BatchCall:
                     row = await self._begin(index, item, places)
                 checked, asked_at = row.checked, time.perf_counter()
                 ranked = await self._in_flight.rank(row.job, row.request, checked.context, checked.candidates)
-            body = _reply(self._caller, checked, ranked, row.parse_seconds, asked_at)
+            body, placement = _reply(self._caller.exchange, checked, ranked, row.parse_seconds, asked_at)
         except (ServiceError, MemoryError) as error:
             return service_error_of(error)
-        return Result(body, row.job.model, ranked.cache, ranked.handle)
+        return Result(body, row.job.model, checked, ranked, placement)
 
     async def _begin(self, index: int, item: bytes, places: ExitStack) -> Row:
         """Read, admit and check a request."""

@@ -165,9 +165,9 @@ async def _search_and_rank(
 ) -> tuple[SearchResult, Ranked]:
     """Find posts, make them the candidates of the checked request, and rank them, best first."""
     ranker, config = caller.state.ranker, job.model.manifest.config
+    asked_at = time.perf_counter()
     await ranker.reserve(job)
     search = SearchRequest(query, caller.deadline, caller.key, has_place=True)
-    asked_at = time.perf_counter()
     search_result = await ranker.corpus.search(served, search)
     _count(caller, search_result, asked_at)
     posts, count, stages = search_result.posts, len(search_result.posts), caller.exchange.stages

@@ -203,8 +203,8 @@ class ExplainedCandidate(Scored):
 
 
 class ExplainTimings(Timings):
-    """Where the time went, in milliseconds. `queue` is for the request itself, `forward` for all the contexts together, with the rests
-    between them."""
+    """Where the time went, in milliseconds. `queue` is the wait for this call's turn and of the request itself, `forward` is for all the
+    contexts together, with the rests between them."""
 
     attention: Annotated[float, about("Computing the attention, beside the engine.")]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
@@ -113,6 +115,15 @@ def test_explanations_of_one_key_leave_turns_to_another() -> None:
                 thread.join(20)
         assert set(statuses["modest"]) == {200}
         assert 200 in statuses["greedy"]
+
+
+def test_the_wait_for_a_turn_to_explain_is_waiting_in_the_queue() -> None:
+    body = json.dumps(good(explain=[90], history=good()["history"][:1])).encode()
+    with listening(FakeEngine(before=lambda items: time.sleep(0.1)), auth=AUTH, explore={"enabled": True}) as live:
+        with ThreadPoolExecutor() as pool:
+            sent = [pool.submit(send, live, "/explain", body, of(name)) for name in NAMES]
+            waits = [json.loads(each.result()[1])["timings_ms"]["queue"] for each in sent]
+        assert max(waits) > 150, "each takes two turns of the engine"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 400), st.booleans())))

@@ -224,6 +224,9 @@ def test_what_is_not_ranked_is_not_logged(tmp_path: Path) -> None:
         post(client, "/recommend", corpora.asked(topics=[]))
         post(client, "/retrieve", corpora.asked())
         assert client.post("/rank", json=good(user_id=-1)).status_code == 422
+        no_number = b'{"requests": [%b, {"user_id": 1e999}]}' % json.dumps(good()).encode()
+        refused = client.post("/rank/batch", content=no_number, headers={"content-type": "application/json"})
+        assert (refused.status_code, refused.json()["code"]) == (400, "malformed_json")
     assert rankings_of(tmp_path / "log") == []
     assert figure(ranker, 'ranker_served_dropped_total{reason="fault"}') == 0
 
