@@ -153,8 +153,8 @@ def check_labels(judged: Judgement, usual: Usual, bounds: GateSettings) -> Check
 
 def _too_few_users(judged: Judgement) -> str:
     return (
-        f"{judged.users:,} held-out users are too few to tell: a turn needs {LEAST_USERS} or more who have impressions worth more than "
-        "nothing and others"
+        f"of {judged.users:,} held-out users, {judged.users_with_both:,} have impressions worth more than nothing and others: "
+        f"too few to tell, a turn needs {LEAST_USERS} or more"
     )
 
 
