@@ -94,6 +94,8 @@ def check_night(night: Night, usual: Usual, bounds: GateSettings) -> list[Check]
 
 
 def _enough(night: Night, bounds: GateSettings) -> Check:
+    if not night.impressions:
+        return Check(ENOUGH, False, f"{night.rankings:,} rankings are new, and none of their posts was shown")
     return Check(
         ENOUGH,
         night.rankings >= bounds.min_rankings and night.positives >= bounds.min_positives,

@@ -456,7 +456,7 @@ class _Turn:
             distance = max(distance_from_chance(figure.value) for figure in judged.order)
             actions = self.serving.manifest.action_names
             record = NightRecord(self.name, counts.impressions, night.activity, distance, actions)
-        if not failed:
+        if judged and not failed:
             parent = self.paths.link.parent.resolve()
             version = load_manifest(self.checkpoint).version
             publish = Version(os.path.relpath(self.checkpoint.resolve(), parent), version)
