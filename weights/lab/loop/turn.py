@@ -99,8 +99,8 @@ class Paths:
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
     """`join`: how to join; its `since_ts`, `ids`, `actions` and `label` are set by the turn. `nights`: train on so many, the newest;
-    `held_out`: the share of the newest night's requests that both models are judged on; `keep`: how many versions are remembered, the present
-    one among them, and their checkpoints are kept; `training`: settings of the run by the names that `--set` takes."""
+    `held_out`: the share of the newest night's requests that both models are judged on; `keep`: how many versions are remembered, the
+    present one among them, and their checkpoints are kept; `training`: settings of the run by the names that `--set` takes."""
 
     join: JoinSettings = field(default_factory=JoinSettings)
     bounds: GateSettings = field(default_factory=GateSettings)

@@ -75,7 +75,7 @@ def test_a_state_of_another_command_is_not_resumed(left: tuple[int, int], made: 
     """It began anew without a word."""
     with pytest.raises(Interrupted):
         keep_best(replace(task, watched=interrupted), made, *left)
-    with pytest.raises(StateError, match="seed-1/state.pt cannot be read"):
+    with pytest.raises(StateError, match=r"seed-1/state\.pt cannot be read"):
         keep_best(replace(task, resume=True), made, 2)
 
 
