@@ -113,7 +113,7 @@ def keep_best(task: Task, plan: Plan, seeds: int = 1, search: int = 1, say: Say 
             f"It may train a second time, with {SECOND_COUNTS_SHARE:.0%} of each label from counts, if counts are ahead on its own "
             "validation. The time that is announced is that of one run."
         )
-    runs = []
+    runs: list[TrainedRun] = []
     for directory, settings_of_run in settings.items():
         runs.append(task.train(settings_of_run, directory if len(settings) > 1 else "", is_first=not runs))
         changed = difference(settings_of_run, plan.settings) if is_search else {}
