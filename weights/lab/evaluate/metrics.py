@@ -1,4 +1,4 @@
-"""Quality of predicted probabilities and of orders: pooled, within groups, and resampled by user. AUC and log-loss are scikit-learn's."""
+"""Quality of predicted probabilities and of orders: pooled, within groups, resampled by user. `auc` and `log_loss` are scikit-learn's."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Annotated, get_args, get_type_hints
 import numpy as np
 
 from weights.lab.evaluate.metrics import CHANCE, LEAST_USERS
-from weights.lab.loop.judge import Judgement
+from weights.lab.loop.judge import MIN_ACTION_POSITIVES, Judgement
 from weights.lab.loop.night import Night
 
 CLOCK, HISTORIES, EVENTS, ENOUGH = "clock", "histories", "events", "enough"
@@ -173,7 +173,7 @@ def check_model(judged: Judgement, bounds: GateSettings) -> list[Check]:
         for name, action in judged.actions.items()
         if action.entropy_loss > bounds.max_entropy_loss or action.calibration_loss > bounds.max_calibration_loss
     ]
-    count = f"{len(judged.actions)} actions with {judged.min_positives} positives or more"
+    count = f"{len(judged.actions)} actions with {MIN_ACTION_POSITIVES} positives or more"
     quality = f"worse for {', '.join(worse)}" if worse else f"none of the {count} is worse"
     lead = judged.lead
     order = (

@@ -17,7 +17,7 @@ from weights.lab.loop.night import is_positive
 from weights.lab.training.examples import Examples
 
 Floats = NDArray[np.float32]
-MIN_POSITIVES = 50
+MIN_ACTION_POSITIVES = 50
 """Of an action with fewer positives among the held-out impressions, nothing is said."""
 CHANCE_DEVIATIONS = 2.0
 NO_FIGURE = Figure(math.nan, math.nan, math.nan)
@@ -60,7 +60,7 @@ class Judgement:
     """The serving model, first, and the new one on the same impressions. `order`: the AUC within users of the score, where the positives
     are the impressions whose actions are worth more than nothing; `lead`: the difference. `users_with_both`: those of the users who have
     positives and other impressions. Intervals are of 95 %, by resampling users; over fewer than ten of them there is none.
-    `actions`: those with `min_positives` positives or more. `unseen`: by `user`, `post` and `author`."""
+    `actions`: those with MIN_ACTION_POSITIVES positives or more. `unseen`: by `user`, `post` and `author`."""
 
     requests: int
     impressions: int
@@ -70,7 +70,6 @@ class Judgement:
     lead: Figure
     actions: Mapping[str, ActionQuality]
     unseen: Mapping[str, Unseen]
-    min_positives: int = MIN_POSITIVES
 
 
 def judge(
@@ -102,7 +101,7 @@ def judge(
         known_outcomes = shown.known_rows(place)
         happened = shown.actions[known_outcomes, place]
         positives = int(happened.sum())
-        if MIN_POSITIVES <= positives < len(happened):
+        if MIN_ACTION_POSITIVES <= positives < len(happened):
             both = pair[0][known_outcomes, place], pair[1][known_outcomes, place]
             entropies = [metrics.normalised_entropy(happened, probabilities) for probabilities in both]
             ratios = [float(probabilities.sum(dtype=np.float64)) / positives for probabilities in both]

@@ -427,9 +427,7 @@ class _Turn:
         )
         run = TrainedRun(ranker, decided.settings, followed.status)
         self.say(f"  {run.line()}")
-        record = decided.record() | {
-            "settings": asdict(decided.settings), "run": run.record(), "turn": self.name, "start": manifest.digest,
-        }  # fmt: skip
+        record = decided.record() | {"run": run.record(), "turn": self.name, "start": manifest.digest}
         beside = {name: self.serving.path / name for name in ALONGSIDE}
         extras = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
         save_checkpoint(
