@@ -50,15 +50,15 @@ class Task:
     resume: bool = False
     watched: Callable[[], AbstractContextManager[Callable[[Status], None]]] = lambda: nullcontext(lambda status: None)
 
-    def train(self, settings: TrainSettings, directory: str = "") -> TrainedRun:
+    def train(self, settings: TrainSettings, directory: str = "", *, is_first: bool = True) -> TrainedRun:
         """One run. `directory`: its own one in `state` and `tensorboard`; empty where the run has them for itself. Raises as `train`.
 
-        To resume, the first run must have a state. Later ones had perhaps not begun when the command was interrupted.
+        To resume, the first run of the command must have a state. Later ones had perhaps not begun when it was interrupted.
         """
         state = self.state / directory if self.state else None
         tensorboard = self.tensorboard / directory if self.tensorboard else None
-        may_begin = bool(directory) and self.state is not None and any(self.state.glob(f"**/{STATE_NAME}"))
-        resume = self.resume and not (may_begin and state is not None and not (state / STATE_NAME).exists())
+        has_state = state is not None and (state / STATE_NAME).exists()
+        resume = self.resume and (is_first or has_state)
         with self.watched() as report, closing(Followed(report, state, tensorboard)) as followed:
             ranker = train(
                 self.log, self.config, settings, until_ts=self.until_ts, start=self.start, dwell_output=self.dwell_output,
@@ -113,9 +113,9 @@ def keep_best(task: Task, plan: Plan, seeds: int = 1, search: int = 1, say: Say 
             f"It may train a second time, with {SECOND_COUNTS_SHARE:.0%} of each label from counts, if counts are ahead on its own "
             "validation. The time that is announced is that of one run."
         )
-    runs = []
+    runs: list[TrainedRun] = []
     for directory, settings_of_run in settings.items():
-        runs.append(task.train(settings_of_run, directory if len(settings) > 1 else ""))
+        runs.append(task.train(settings_of_run, directory if len(settings) > 1 else "", is_first=not runs))
         changed = difference(settings_of_run, plan.settings) if is_search else {}
         with_these = ", ".join(f"{name}={value:.3g}" for name, value in changed.items())
         say(f"With {with_these}. {runs[-1].line()}" if with_these else runs[-1].line())
@@ -138,7 +138,7 @@ def kept_of_two(task: Task, first: TrainedRun, say: Say = lambda line: None) -> 
     if not judged.is_behind(COUNTS):
         return KeptRun(first, judged, {})
     say(f"Counts are ahead on its own validation: once more, with {SECOND_COUNTS_SHARE:.0%} of each label from counts.")
-    second = task.train(replace(first.settings, counts_share=SECOND_COUNTS_SHARE), SECOND)
+    second = task.train(replace(first.settings, counts_share=SECOND_COUNTS_SHARE), SECOND, is_first=False)
     say(second.line())
     record = {"first_run": first.record(), "second_run": second.record()}
     is_better = second.status.best < first.status.best

@@ -49,7 +49,7 @@ def refresh(
     held_out: Annotated[
         float, typer.Option(help="Share of the night's requests, the newest, that both models are judged on.")
     ] = 0.2,
-    keep: Annotated[int, typer.Option(min=2, max=60, help="Keep so many versions to go back to.")] = 5,
+    keep: Annotated[int, typer.Option(min=2, max=60, help="Keep so many versions, the present one among them.")] = 5,
     seed: Seed = 1,
     set_: Set = None,
     bound: Annotated[

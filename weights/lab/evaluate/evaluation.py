@@ -52,17 +52,17 @@ class BaselineComparison:
 
     @property
     def is_loss(self) -> bool:
-        """Whether the whole interval is below 0. Without an interval, whether the model is behind."""
-        return self.gain.value < 0 if np.isnan(self.gain.high) else self.gain.high < 0
+        """Whether the whole interval is below 0."""
+        return self.gain.high < 0
 
     @property
     def is_tie(self) -> bool:
-        """Whether the difference may be chance."""
+        """Whether the difference may be chance, as any without an interval."""
         return not self.is_lead and not self.is_loss
 
     @property
     def lead(self) -> str:
-        """The lead for people, with its interval, which a test period of one user does not have."""
+        """The lead for people, with its interval; one over fewer than ten users has none."""
         low, high = self.gain.low, self.gain.high
         interval = "no interval" if np.isnan(low) else f"{low:+.3f} … {high:+.3f}"
         return f"{self.gain.value:+.3f} ({interval})"

@@ -1,4 +1,4 @@
-"""Quality of predicted probabilities and of orders: pooled, within groups, and resampled by user. AUC and log-loss are scikit-learn's."""
+"""Quality of predicted probabilities and of orders: pooled, within groups, resampled by user. `auc` and `log_loss` are scikit-learn's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CLIP = 1e-7  # a probability of 0 or 1 would make the log-loss infinite
 BINS = 15
 RESAMPLES = 200
 INTERVAL = (2.5, 97.5)  # percent
-LEAST_USERS = 10  # figures of fewer have no interval
+LEAST_USERS = 10  # means over fewer have no interval
 CHANCE = 0.5  # the AUC of a random order
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure and its 95 % interval, by resampling users; the ends are NaN where users cannot be resampled."""
+    """A figure and its 95 % interval, by resampling users; the ends are NaN where the users are too few."""
 
     value: float
     low: float
@@ -90,8 +90,11 @@ class Sampled:
 
     @classmethod
     def of(cls, statistic: Means | PooledAuc, draws: Array) -> Sampled:
-        """`draws [R, U]`: how often each user is drawn."""
-        return cls(float(statistic.under(np.ones(draws.shape[1]))), statistic.under(draws))
+        """`draws [R, U]`: how often each user is drawn. Of a mean over fewer than ten users, the resamples are NaN."""
+        samples = statistic.under(draws)
+        if isinstance(statistic, Means) and np.count_nonzero(statistic.counts) < LEAST_USERS:
+            samples = np.full(len(draws), np.nan)
+        return cls(float(statistic.under(np.ones(draws.shape[1]))), samples)
 
     def __sub__(self, other: Sampled) -> Sampled:
         """The difference of two statistics over the same users."""

@@ -9,7 +9,7 @@ from typing import Annotated, get_args, get_type_hints
 import numpy as np
 
 from weights.lab.evaluate.metrics import CHANCE, LEAST_USERS
-from weights.lab.loop.judge import Judgement
+from weights.lab.loop.judge import MIN_ACTION_POSITIVES, Judgement
 from weights.lab.loop.night import Night
 
 CLOCK, HISTORIES, EVENTS, ENOUGH = "clock", "histories", "events", "enough"
@@ -94,6 +94,8 @@ def check_night(night: Night, usual: Usual, bounds: GateSettings) -> list[Check]
 
 
 def _enough(night: Night, bounds: GateSettings) -> Check:
+    if not night.impressions:
+        return Check(ENOUGH, False, f"{night.rankings:,} rankings are new, and none of their posts was shown")
     return Check(
         ENOUGH,
         night.rankings >= bounds.min_rankings and night.positives >= bounds.min_positives,
@@ -153,8 +155,8 @@ def check_labels(judged: Judgement, usual: Usual, bounds: GateSettings) -> Check
 
 def _too_few_users(judged: Judgement) -> str:
     return (
-        f"{judged.users:,} held-out users are too few to tell: a turn needs {LEAST_USERS} or more who have impressions worth more than "
-        "nothing and others"
+        f"of {judged.users:,} held-out users, {judged.users_with_both:,} have impressions worth more than nothing and others: "
+        f"too few to tell, a turn needs {LEAST_USERS} or more"
     )
 
 
@@ -171,7 +173,7 @@ def check_model(judged: Judgement, bounds: GateSettings) -> list[Check]:
         for name, action in judged.actions.items()
         if action.entropy_loss > bounds.max_entropy_loss or action.calibration_loss > bounds.max_calibration_loss
     ]
-    count = f"{len(judged.actions)} actions with {judged.min_positives} positives or more"
+    count = f"{len(judged.actions)} actions with {MIN_ACTION_POSITIVES} positives or more"
     quality = f"worse for {', '.join(worse)}" if worse else f"none of the {count} is worse"
     lead = judged.lead
     order = (

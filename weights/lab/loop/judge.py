@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from weights.lab.evaluate import metrics
 from weights.lab.evaluate.evaluation import Judge, known_worth
-from weights.lab.evaluate.metrics import Figure, Sampled, auc_within
+from weights.lab.evaluate.metrics import Figure, Means, Sampled, auc_within
 from weights.lab.evaluate.predict import rows_of
 from weights.lab.loop.night import is_positive
 from weights.lab.training.examples import Examples
 
 Floats = NDArray[np.float32]
-MIN_POSITIVES = 50
+MIN_ACTION_POSITIVES = 50
 """Of an action with fewer positives among the held-out impressions, nothing is said."""
 CHANCE_DEVIATIONS = 2.0
 NO_FIGURE = Figure(math.nan, math.nan, math.nan)
@@ -58,17 +58,18 @@ class Unseen:
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """The serving model, first, and the new one on the same impressions. `order`: the AUC within users of the score, where the positives
-    are the impressions whose actions are worth more than nothing; `lead`: the difference. Intervals are of 95 %, by resampling users.
-    `actions`: those with `min_positives` positives or more. `unseen`: by `user`, `post` and `author`."""
+    are the impressions whose actions are worth more than nothing; `lead`: the difference. `users_with_both`: those of the users who have
+    positives and other impressions. Intervals are of 95 %, by resampling users; over fewer than ten of them there is none.
+    `actions`: those with MIN_ACTION_POSITIVES positives or more. `unseen`: by `user`, `post` and `author`."""
 
     requests: int
     impressions: int
     users: int
+    users_with_both: int
     order: tuple[Figure, Figure]
     lead: Figure
     actions: Mapping[str, ActionQuality]
     unseen: Mapping[str, Unseen]
-    min_positives: int = MIN_POSITIVES
 
 
 def judge(
@@ -83,21 +84,24 @@ def judge(
     by_user = Judge.of(shown)
     everybody = np.arange(by_user.draws.shape[1])
 
-    def within(score: Floats, some: NDArray[np.bool_]) -> Sampled:
+    def within(score: Floats, some: NDArray[np.bool_]) -> Means:
         groups = auc_within(by_user.user[some], worthy[some], score[some])
-        return Sampled.of(by_user.means(*groups, everybody), by_user.draws)
+        return by_user.means(*groups, everybody)
 
     def order(some: NDArray[np.bool_]) -> tuple[Figure, Figure]:
-        figures = [within(score, some).figure() if some.any() else NO_FIGURE for score in scores]
+        figures = [
+            Sampled.of(within(score, some), by_user.draws).figure() if some.any() else NO_FIGURE for score in scores
+        ]
         return figures[0], figures[1]
 
-    serving, new = (within(score, is_known) for score in scores)
+    aucs = [within(score, is_known) for score in scores]
+    serving, new = (Sampled.of(auc, by_user.draws) for auc in aucs)
     actions = {}
     for place, name in enumerate(shown.action_names):
         known_outcomes = shown.known_rows(place)
         happened = shown.actions[known_outcomes, place]
         positives = int(happened.sum())
-        if MIN_POSITIVES <= positives < len(happened):
+        if MIN_ACTION_POSITIVES <= positives < len(happened):
             both = pair[0][known_outcomes, place], pair[1][known_outcomes, place]
             entropies = [metrics.normalised_entropy(happened, probabilities) for probabilities in both]
             ratios = [float(probabilities.sum(dtype=np.float64)) / positives for probabilities in both]
@@ -113,6 +117,7 @@ def judge(
         len(requests),
         len(rows),
         len(everybody),
+        int(np.count_nonzero(aucs[0].counts)),
         (serving.figure(), new.figure()),
         (new - serving).figure(),
         actions,

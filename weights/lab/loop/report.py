@@ -13,7 +13,7 @@ import msgspec
 from weights.lab.evaluate.metrics import Figure
 from weights.lab.joining.counts import JoinCounts
 from weights.lab.loop.gate import Check
-from weights.lab.loop.judge import Judgement
+from weights.lab.loop.judge import MIN_ACTION_POSITIVES, Judgement
 from weights.lab.loop.night import Night
 from weights.lab.loop.state import Outcome, name_of
 from weights.lab.report import plain, rendered, write_report
@@ -49,7 +49,7 @@ AUC within users of the score: serving {{ order[0] }}, new {{ order[1] }}; lead 
 
 {{ table(["action", "positives", "cross-entropy, serving", "new", "predicted ÷ observed, serving", "new"], actions) }}
 
-Actions with fewer than {{ judged.min_positives }} positives are not judged.
+Actions with fewer than {{ min_action_positives }} positives are not judged.
 
 AUC within users of the score, where the id was not trained on this time and where it was. Impressions of nobody and of unknown
 authors are in neither:
@@ -116,6 +116,7 @@ def write_turn(
         serving=serving,
         order=[cell_of(figure) for figure in (*judged.order, judged.lead)] if judged else [],
         actions=actions,
+        min_action_positives=MIN_ACTION_POSITIVES,
         unseen=unseen,
     )
     values: dict[str, Any] = {

@@ -96,7 +96,7 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
         return Usual([night.activity for night in nights], [night.order for night in nights])
 
     def after(self, outcome: Outcome, keep: int) -> State:
-        """The state after a turn. `keep`: how many versions are remembered."""
+        """The state after a turn. `keep`: how many versions are remembered, the present one among them."""
         nights, versions = self.nights, self.versions
         if outcome.night:
             nights = (*nights, outcome.night)[-MOST_NIGHTS:]
@@ -135,7 +135,7 @@ def read_state(root: Path) -> State:
 
 
 def take_up(root: Path, state: State, outcome: Outcome, keep: int) -> State:
-    """Write the state after a turn. `keep`: how many versions are remembered."""
+    """Write the state after a turn. `keep`: how many versions are remembered, the present one among them."""
     state = state.after(outcome, keep)
     write_json(root / STATE_NAME, state)
     write_json(root / TURNS / name_of(outcome.turn) / OUTCOME_NAME, outcome.brief())

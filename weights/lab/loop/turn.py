@@ -99,8 +99,8 @@ class Paths:
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
     """`join`: how to join; its `since_ts`, `ids`, `actions` and `label` are set by the turn. `nights`: train on so many, the newest;
-    `held_out`: the share of the newest night's requests that both models are judged on; `keep`: how many versions can be gone back to, and
-    their checkpoints are kept; `training`: settings of the run by the names that `--set` takes."""
+    `held_out`: the share of the newest night's requests that both models are judged on; `keep`: how many versions are remembered, the
+    present one among them, and their checkpoints are kept; `training`: settings of the run by the names that `--set` takes."""
 
     join: JoinSettings = field(default_factory=JoinSettings)
     bounds: GateSettings = field(default_factory=GateSettings)
@@ -427,9 +427,7 @@ class _Turn:
         )
         run = TrainedRun(ranker, decided.settings, followed.status)
         self.say(f"  {run.line()}")
-        record = decided.record() | {
-            "settings": asdict(decided.settings), "run": run.record(), "turn": self.name, "start": manifest.digest,
-        }  # fmt: skip
+        record = decided.record() | {"run": run.record(), "turn": self.name, "start": manifest.digest}
         beside = {name: self.serving.path / name for name in ALONGSIDE}
         extras = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
         save_checkpoint(
@@ -456,7 +454,7 @@ class _Turn:
             distance = max(distance_from_chance(figure.value) for figure in judged.order)
             actions = self.serving.manifest.action_names
             record = NightRecord(self.name, counts.impressions, night.activity, distance, actions)
-        if not failed:
+        if judged and not failed:
             parent = self.paths.link.parent.resolve()
             version = load_manifest(self.checkpoint).version
             publish = Version(os.path.relpath(self.checkpoint.resolve(), parent), version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -38,12 +38,8 @@ VALIDATION_POSITIVES = 200
 VALIDATION_SHARES = (0.03, 0.15)
 FEWEST_VALIDATION_REQUESTS = 600
 VALIDATION_COST = 0.05  # of the requests that training passes over: at most so many are validated on
-COUNTS_STRENGTH = 2000.0
-"""What counts expect is worth so many positives: with so many, half of each label is that. With more, it is less."""
 REPEATED_SHARE = 0.5
 """From here on, users meet the same posts again and again: so many of the newest impressions are of a user and a post met before."""
-REPEATED_STRENGTH, MOST_REPEATED = 10_000.0, 0.9  # counts of a user with a post are then hard to beat
-PASSING_STRENGTH = 100_000.0  # where no post or author stays popular, learning theirs by heart only harms
 COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
 HIDDEN_CODED_POSTS = 0.5
@@ -69,6 +65,23 @@ UNWANTED = (
     "not", "dislike", "report", "block", "mute", "hide", "skip", "return", "refund", "downvote", "unfollow", "remove",
 )  # fmt: skip
 """Words in the names of complaints."""
+
+
+class Teaching(NamedTuple):
+    """How far counts are believed. What they expect is worth `strength` positives: with so many, half of each label is that, with more it
+    is less. It is the share `most` at most. `remark`: why, in words."""
+
+    remark: str
+    strength: float
+    most: float
+
+
+NO_TEACHING = Teaching("", 0.0, 0.0)
+USUAL = Teaching("", 2000.0, 1.0)
+REPEATED = Teaching(", and users meet the same posts again", 10_000.0, 0.9)
+"""Counts of a user with a post are then hard to beat."""
+PASSING = Teaching(", and no post or author stays popular", 100_000.0, 1.0)
+"""Learning posts and authors by heart then only harms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,29 +369,26 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
     action, newest = log.action_names.index(name), int(len(log) * (1 - NEWEST_SHARE))
     _, validation = split(log.counted_requests, max(FEWEST_VALIDATION_REQUESTS, validated), round(share, 3))
     taken = int(np.add.reduceat(log.actions[:, action], log.request_starts, dtype=np.int64)[validation].sum())
-    are_counted = len(log) <= COUNTED_IMPRESSIONS
-    is_passing = are_counted and rates_pass(log, newest, action)
-    are_repeated = are_counted and not is_passing and repeated_share(log, newest) >= REPEATED_SHARE
-    remark = (
-        ", and no post or author stays popular"
-        if is_passing
-        else ", and users meet the same posts again"
-        if are_repeated
-        else ""
-    )
-    strength = PASSING_STRENGTH if is_passing else REPEATED_STRENGTH if are_repeated else COUNTS_STRENGTH
-    counts = (
-        round(min(strength / (strength + positives), MOST_REPEATED if are_repeated else 1.0), 1) if are_counted else 0.0
-    )
+    teaching = _teaching(log, newest, action)
+    counts = round(min(teaching.strength / (teaching.strength + positives), teaching.most), 1)
     smoothed = f"; {counts:.0%} of each label is what counts expect" if counts else ""
     return Choice(
-        f"{positives:,} times {name} in {requests:,} requests{remark}",
+        f"{positives:,} times {name} in {requests:,} requests{teaching.remark}",
         f"validate on {len(validation):,} of the newest requests, {taken:,} times {name}{smoothed}",
         {
             "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_share": counts,
             "validation_share": round(share, 3), "validation_requests": max(FEWEST_VALIDATION_REQUESTS, validated),
         },
     )  # fmt: skip
+
+
+def _teaching(log: Log, newest: int, action: int) -> Teaching:
+    """What counts teach of this action. `newest`: the first row of the newest impressions."""
+    if len(log) > COUNTED_IMPRESSIONS:
+        return NO_TEACHING
+    if rates_pass(log, newest, action):
+        return PASSING
+    return REPEATED if repeated_share(log, newest) >= REPEATED_SHARE else USUAL
 
 
 def _too_little(log: Log, name: str, positives: int) -> list[Choice]:

@@ -23,6 +23,7 @@ from weights.lab.evaluate.evaluation import (
     OPTIMUM,
     BaselineComparison,
     Evaluation,
+    OwnValidation,
     evaluate,
     on_own_validation,
 )
@@ -154,6 +155,11 @@ def test_the_verdict_names_the_closest_baseline_or_the_loss(evaluation: Evaluati
     unsure = Figure(0.125, float("nan"), float("nan"))  # of a test period of one user
     assert "it leads 0 and ties 1" in told(unsure)
     assert told(unsure).endswith("The closest is popularity on AUC of favorite: +0.125 (no interval).")
+    unsure_behind = Figure(-0.125, float("nan"), float("nan"))
+    assert told(won, unsure_behind).startswith(
+        "The model loses to no baseline: of 2 comparisons it leads 1 and ties 1."
+    )
+    assert told(won, unsure_behind).endswith("on AUC within users of favorite: -0.125 (no interval).")
     assert told(won, behind, lost).startswith(
         "The model LOSES to popularity. On AUC within requests of favorite its lead over popularity is -0.030"
     )
@@ -203,6 +209,16 @@ def test_a_model_is_compared_on_its_own_validation(world: World, ranker: Ranker)
         f"On its own validation, {judged.requests:,} requests with {judged.positives['favorite']:,} times favorite"
     )
     assert told[-1].startswith("The model LOSES to counts"), "its weights are random"
+
+
+@pytest.mark.parametrize(("high", "is_lost"), [(-0.1, True), (0.1, False), (float("nan"), False)])
+def test_train_says_loses_only_where_that_is_sure(high: float, is_lost: bool) -> None:
+    gain = Figure(-0.2, high - 0.2, high)
+    behind = BaselineComparison("favorite", METRICS[1], "counts", gain)
+    figures_of = {"favorite": {MODEL: Figure(0.5, 0.4, 0.6), "counts": Figure(0.7, 0.6, 0.8)}}
+    judged = OwnValidation(100, {"favorite": 20}, figures_of, [behind])
+    assert any(line.startswith("The model LOSES to counts there") for line in judged.lines()) == is_lost
+    assert judged.is_behind("counts")
 
 
 def test_a_report_that_the_disk_cannot_hold_leaves_the_old_one(tmp_path: Path) -> None:

@@ -109,6 +109,21 @@ def test_too_few_users_have_no_interval() -> None:
     assert str(figure) == "1.500"
 
 
+@pytest.mark.parametrize("count", [1, 9, 10])
+def test_a_mean_over_fewer_than_ten_users_has_no_interval(count: int) -> None:
+    """The other users have nothing to measure; the resamples without any of the few do not tell how far the mean is off."""
+    counts = np.arange(60) < count
+    figure = Sampled.of(Means(0.7 * counts, counts.astype(np.int64)), metrics.draws_of(60)).figure()
+    assert figure.value == pytest.approx(0.7)
+    assert np.isnan(figure.low) == np.isnan(figure.high) == (count < 10)
+
+
+def test_positives_of_one_user_leave_the_pooled_auc_its_interval() -> None:
+    user, happened, score = scores(600)
+    figure = Sampled.of(PooledAuc.of(happened & (user == 0), score, user), metrics.draws_of(30)).figure()
+    assert figure.low < figure.value < figure.high
+
+
 def test_equal_sources_differ_by_exactly_nothing() -> None:
     user, happened, score = scores(300)
     sampled = Sampled.of(PooledAuc.of(happened, score, user), metrics.draws_of(30))

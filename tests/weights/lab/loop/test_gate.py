@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("duckdb")
 
 from tests.weights.call import run
-from tests.weights.lab.loop.nights import Nights
+from tests.weights.lab.loop.nights import DAYS, Nights
 from weights.lab.evaluate.metrics import Figure
 from weights.lab.loop.gate import (
     GateSettings,
@@ -32,7 +32,7 @@ GOOD = Night(
 )  # fmt: skip
 """A night at every bound."""
 JUDGED = Judgement(
-    requests=100, impressions=1000, users=50, order=(Figure(0.7, 0.68, 0.72), Figure(0.71, 0.69, 0.73)),
+    requests=100, impressions=1000, users=50, users_with_both=40, order=(Figure(0.7, 0.68, 0.72), Figure(0.71, 0.69, 0.73)),
     lead=Figure(0.01, -0.005, 0.02), actions={"favorite": ActionQuality(400, (0.8, 0.809), (1.0, 1.19))}, unseen={},
 )  # fmt: skip
 """A new model just within the bounds."""
@@ -105,15 +105,26 @@ def test_a_worse_model_fails_by_name(name: str, changes: dict[str, Any]) -> None
     assert [check.name for check in checks if not check.passed] == [name] * bool(name)
 
 
-def test_too_few_users_to_tell_is_said_in_words() -> None:
-    """No interval can be given of fewer than ten."""
-    some, nan = Figure(0.7, np.nan, np.nan), Figure(np.nan, np.nan, np.nan)
-    for order in ((some, some), (nan, nan)):
-        few = replace(JUDGED, users=9, order=order, lead=Figure(order[0].value - 0.7, np.nan, np.nan))
-        labels, order_check = check_labels(few, Usual(), GateSettings()), check_model(few, GateSettings())[-1]
-        for check in (labels, order_check):
-            assert not check.passed
-            assert check.sentence.startswith("9 held-out users are too few to tell: a turn needs 10 or more")
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [0, 3, 9, 10])
+def test_fewer_than_ten_users_with_both_outcomes_fail(nights: Nights, count: int) -> None:
+    """Only some of the users who are held out did something; both models know what that was."""
+    log, until_ts = nights.log, nights.start_ts(DAYS - 1)
+    is_held_out = log.impression_ts >= until_ts
+    users = np.unique(log.user_id[is_held_out])
+    assert len(users) > 20
+    is_taken = np.isin(log.user_id, users[:count]) & (np.arange(len(log)) % 3 == 0)
+    actions = np.where(is_held_out[:, None], is_taken[:, None], log.actions)
+    examples = Examples(replace(log, actions=actions), nights.examples.config)
+    requests = np.flatnonzero(examples.times >= until_ts)
+    weights, right = np.ones(len(log.action_names), np.float32), actions[is_held_out].astype(np.float32)
+    judged = judge(examples, requests, (right, right), weights, until_ts)
+    assert (judged.users, judged.users_with_both) == (len(users), count)
+    checks = [check_labels(judged, Usual(), GateSettings()), check_model(judged, GateSettings())[-1]]
+    assert [check.passed for check in checks] == [count >= 10] * 2
+    if count < 10:
+        said = f"of {len(users)} held-out users, {count} have impressions worth more than nothing and others"
+        assert all(check.sentence == f"{said}: too few to tell, a turn needs 10 or more" for check in checks)
 
 
 @pytest.mark.slow

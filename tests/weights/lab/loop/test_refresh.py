@@ -193,6 +193,19 @@ def test_a_short_night_waits_for_the_next_one(loop: Loop) -> None:
     assert loop.figures(2)["night"]["rankings"] > 200
 
 
+def test_a_night_of_which_nothing_was_shown_waits(loop: Loop) -> None:
+    """Whatever the bounds; a new checkpoint was looked for that no training had made."""
+    loop.night(0)
+    elsewhere = loop.root / "events" / "shown.parquet"
+    write_events(elsewhere, [event(1, 0, "shown", loop.nights.start_ts(0))])
+    code, said = loop.refresh("--bound", "min_positives=0")
+    assert (code, "is refused: enough." in said) == (3, True), said
+    (check,) = [check for check in loop.figures(1)["checks"] if check["name"] == "enough"]
+    assert check["sentence"].endswith("none of their posts was shown"), check
+    elsewhere.unlink()
+    assert loop.refresh("--bound", "min_positives=0")[0] == 0, "the next turn takes it"
+
+
 def test_a_worse_model_is_refused_and_its_night_stays(loop: Loop) -> None:
     before = loop.version()
     loop.night(0)

@@ -16,6 +16,7 @@ from weights.actions import default_score_weights
 from weights.format.writer import alone_in
 from weights.lab.runs import Task, keep_best
 from weights.lab.training.choices import Plan, plan
+from weights.lab.training.state import StateError
 from weights.lab.training.trainer import Status
 from weights.lab.world.simulate import World
 
@@ -66,6 +67,16 @@ def test_a_command_resumes_whatever_was_kept_before_it(directory: str, made: Pla
         keep_best(replace(another, watched=interrupted), made, *several)
     resumed = keep_best(replace(another, resume=True), made, *several)
     assert resumed.record == keep_best(replace(another, state=None), made, *several).record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [(1, 1), (1, 2)], ids=["one run", "search"])
+def test_a_state_of_another_command_is_not_resumed(left: tuple[int, int], made: Plan, task: Task) -> None:
+    """It began anew without a word."""
+    with pytest.raises(Interrupted):
+        keep_best(replace(task, watched=interrupted), made, *left)
+    with pytest.raises(StateError, match=r"seed-1/state\.pt cannot be read"):
+        keep_best(replace(task, resume=True), made, 2)
 
 
 @pytest.mark.slow
