@@ -123,6 +123,7 @@ class Evaluation:
     requests: int
     impressions: int
     users: int
+    requests_of_nobody: int
     resamples: int
     span: str
     histories: (
@@ -329,7 +330,8 @@ def evaluate(
         dwell_error_seconds=_dwell_error(train, test, model, dwell_output),
         requests=len(requests),
         impressions=len(test),
-        users=judge.draws.shape[1],
+        users=len(np.unique(test.user_id[test.user_id > 0])),
+        requests_of_nobody=len(np.unique(test.request_id[test.user_id == 0])),
         resamples=len(judge.draws),
         span=test.span,
         histories=_histories(examples, requests),

@@ -16,7 +16,7 @@ CLIP = 1e-7  # a probability of 0 or 1 would make the log-loss infinite
 BINS = 15
 RESAMPLES = 200
 INTERVAL = (2.5, 97.5)  # percent
-LEAST_USERS = 10  # means over fewer have no interval
+LEAST_USERS = 10  # what rests on fewer has no interval
 CHANCE = 0.5  # the AUC of a random order
 
 
@@ -44,6 +44,11 @@ class Means:
     sums: Array
     counts: Ints
 
+    @property
+    def users(self) -> int:
+        """How many users it is over."""
+        return int(np.count_nonzero(self.counts))
+
     def under(self, weights: Array) -> Array:
         """The mean if each user counts `weights [..., U]` times; NaN if there is no group."""
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -68,6 +73,11 @@ class PooledAuc:
         )
         return cls(happened[order], user[order], ends)
 
+    @property
+    def users(self) -> int:
+        """How many users have positives, or negatives if fewer have those."""
+        return min(len(np.unique(self.user[self.happened])), len(np.unique(self.user[~self.happened])))
+
     def under(self, weights: Array) -> Array:
         """The AUC if each user counts `weights [..., U]` times; NaN without positives or without negatives."""
         return np.asarray([self._one(row) for row in np.atleast_2d(weights)]).reshape(weights.shape[:-1])
@@ -90,11 +100,10 @@ class Sampled:
 
     @classmethod
     def of(cls, statistic: Means | PooledAuc, draws: Array) -> Sampled:
-        """`draws [R, U]`: how often each user is drawn. Of a mean over fewer than ten users, the resamples are NaN."""
-        samples = statistic.under(draws)
-        if isinstance(statistic, Means) and np.count_nonzero(statistic.counts) < LEAST_USERS:
-            samples = np.full(len(draws), np.nan)
-        return cls(float(statistic.under(np.ones(draws.shape[1]))), samples)
+        """`draws [R, U]`: how often each user is drawn. Of a statistic that rests on fewer than ten users, the resamples are NaN: those
+        without any of the few do not tell how far it is off."""
+        value = float(statistic.under(np.ones(draws.shape[1])))
+        return cls(value, statistic.under(draws) if statistic.users >= LEAST_USERS else np.full(len(draws), np.nan))
 
     def __sub__(self, other: Sampled) -> Sampled:
         """The difference of two statistics over the same users."""

@@ -30,7 +30,7 @@ TEMPLATE = """
 
 # {{ title }}
 
-{{ "{:,} requests with {:,} impressions of {:,} users".format(*counts) }}, {{ evaluation.span }}. Made by
+{{ "{:,} requests with {:,} impressions of {:,} users".format(*counts) }}{{ of_nobody }}, {{ evaluation.span }}. Made by
 
 ```
 {{ command }}
@@ -112,6 +112,7 @@ def write_evaluation(
 ) -> None:
     """Write `report.md` and `figures.json` into `directory`, which may exist. `run`: how the training went, as the manifest has it;
     `picture`: the file of its curve in the directory."""
+    nobody = evaluation.requests_of_nobody
     page = rendered(
         TEMPLATE,
         evaluation=evaluation,
@@ -120,6 +121,7 @@ def write_evaluation(
         run=run,
         picture=picture,
         counts=(evaluation.requests, evaluation.impressions, evaluation.users),
+        of_nobody=f" and {nobody:,} requests of nobody, each of which counts as a user" if nobody else "",
         resamples=evaluation.resamples,
         explanations=EXPLANATIONS,
         rows=_rows,
@@ -161,6 +163,7 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
         "requests": evaluation.requests,
         "impressions": evaluation.impressions,
         "users": evaluation.users,
+        "requests_of_nobody": evaluation.requests_of_nobody,
         "positives": evaluation.positives,
         "frequent_actions": evaluation.frequent,
         "figures": {

@@ -370,7 +370,7 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
     _, validation = split(log.counted_requests, max(FEWEST_VALIDATION_REQUESTS, validated), round(share, 3))
     taken = int(np.add.reduceat(log.actions[:, action], log.request_starts, dtype=np.int64)[validation].sum())
     teaching = _teaching(log, newest, action)
-    counts = round(min(teaching.strength / (teaching.strength + positives), teaching.most), 1)
+    counts = round(min(teaching.strength / max(1.0, teaching.strength + positives), teaching.most), 1)
     smoothed = f"; {counts:.0%} of each label is what counts expect" if counts else ""
     return Choice(
         f"{positives:,} times {name} in {requests:,} requests{teaching.remark}",

@@ -95,6 +95,9 @@ def test_a_log_in_which_every_user_is_nobody_is_judged(world: World, ranker: Ran
     assert {MODEL, *BASELINES} <= set(sources)
     assert all(0 <= kinds["AUC"].value <= 1 for kinds in sources.values())
     write_evaluation(judged, tmp_path, "Title", "command")
+    assert (judged.users, judged.requests_of_nobody) == (0, judged.requests)
+    said = f"of 0 users and {judged.requests:,} requests of nobody, each of which counts as a user"
+    assert said in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.slow

@@ -118,10 +118,15 @@ def test_a_mean_over_fewer_than_ten_users_has_no_interval(count: int) -> None:
     assert np.isnan(figure.low) == np.isnan(figure.high) == (count < 10)
 
 
-def test_positives_of_one_user_leave_the_pooled_auc_its_interval() -> None:
+@pytest.mark.parametrize("count", [1, 9, 10])
+@pytest.mark.parametrize("are_few", [True, False])
+def test_an_auc_needs_ten_users_with_each_outcome(count: int, are_few: bool) -> None:
     user, happened, score = scores(600)
-    figure = Sampled.of(PooledAuc.of(happened & (user == 0), score, user), metrics.draws_of(30)).figure()
-    assert figure.low < figure.value < figure.high
+    some = happened & (user < count)
+    outcome = some if are_few else ~some
+    figure = Sampled.of(PooledAuc.of(outcome, score, user), metrics.draws_of(30)).figure()
+    assert np.isnan(figure.low) == np.isnan(figure.high) == (count < 10)
+    assert not np.isnan(figure.value)
 
 
 def test_equal_sources_differ_by_exactly_nothing() -> None:
