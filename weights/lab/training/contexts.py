@@ -133,10 +133,12 @@ def append_contexts(source: Table, action_names: tuple[str, ...], growing: Growi
         levels = max((_codes(table, source.files[0]).shape[1] for table, _ in pieces), default=0)
     for table, place in tables_of(source, PIECE_CONTEXTS):
         columns = _checked(table, place, action_names)
-        events = len(columns["post_ids"])
-        codes = _codes(table, source.files[0], levels) if levels else np.zeros((events, 0), np.int64)
-        if len(codes) != events:
-            raise TableError(f"{place(0)} or below: {CODES} is not as long as {next(iter(LISTS))}")
+        codes = np.zeros((len(columns["post_ids"]), 0), np.int64)
+        if levels:
+            lengths = pc.fill_null(pc.list_value_length(table.column(CODES)), 0).to_numpy()
+            if (differ := lengths != columns["lengths"]).any():
+                raise TableError(f"{place(int(differ.argmax()))}: {CODES} is not as long as {next(iter(LISTS))}")
+            codes = _codes(table, source.files[0], levels)
         growing.append(columns | {CODES: codes})
 
 
