@@ -136,8 +136,8 @@ def read_parts(
     database.execute(TABLES)
     counts.done_parts = {}
     paths = sorted(directory.glob(PARTS))
-    others = (path for path in directory.rglob("*") if path.is_file() and path not in set(paths))
-    for path in sorted(others):
+    others = set(directory.rglob("*")).difference(paths)
+    for path in sorted(filter(Path.is_file, others)):
         if path.name.endswith(OPEN_SUFFIX):
             counts.open_parts += 1
         else:
