@@ -204,8 +204,8 @@ def join(
     its own window is not over is left out, and so is a post of 0, which is none. Rankings that were served after `latest_ts()` are left
     out.
 
-    Raises TableError, in one sentence that names the file and the row, and for an `until_ts` after `latest_ts()`; NothingJoins where
-    nothing joins; FileExistsError if something is at `out`.
+    Raises TableError, in one sentence that names the file and the row, for an `until_ts` after `latest_ts()`, and if something is at `out`;
+    NothingJoins where nothing joins; FileExistsError if another process writes `out` meanwhile.
     """
     if out.exists() or out.is_symlink():
         raise TableError(f"{out} is there already: choose another place")
