@@ -179,7 +179,6 @@ class JoinSettings:
     model: str = ""
     actions: tuple[str, ...] = ()
     memory: str = "2GB"
-    threads: int = 1
     since_ts: int | None = None
     read_before: Mapping[str, int] | None = None
     label: str = ""
@@ -267,7 +266,7 @@ def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
     """A database on disk that spills what does not fit. Raises TableError for an amount of memory that is none."""
     database = duckdb.connect(work / "join.duckdb")
     database.execute(f"SET temp_directory = '{str(work / 'spilled').replace(chr(39), chr(39) * 2)}'")
-    database.execute(f"SET threads = {int(settings.threads)}")
+    database.execute("SET threads = 1")
     database.execute("SET preserve_insertion_order = false")
     database.execute("SET enable_progress_bar = false")
     try:
