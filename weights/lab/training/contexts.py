@@ -20,8 +20,8 @@ from model.bounds import LARGEST
 from model.config import ModelConfig
 from model.inputs import Context, codes_fitting
 from weights.lab.training.columns import Columns, Growing, InMemory
-from weights.table_files import CODES, Table, has_directory, open_table, tables_of
-from weights.tables import Check, Place, TableError, column_of, rows_of_lists
+from weights.table_files import Table, has_directory, open_table, tables_of
+from weights.tables import CODES, Check, Place, TableError, column_of, rows_of_lists
 from weights.turns import CONTEXTS
 from weights.values import Problem, problem_of_actions, problem_of_codes, problem_of_dwells, problem_of_surfaces
 
@@ -147,7 +147,7 @@ def _codes(table: pa.Table, where: str, levels: int = 0) -> NDArray[np.int64]:
     column = table.column(CODES).combine_chunks()
     if not pa.types.is_list(column.type):
         raise TableError(f"{where}: {CODES} must be a list of lists of integers")
-    codes = rows_of_lists(pa.table({CODES: column.flatten()}), CODES, where, levels)
+    codes = rows_of_lists(pa.table({CODES: column.flatten()}), where, levels)
     if problem := problem_of_codes(codes):
         raise TableError(f"{where}: {CODES} {problem[1]}")
     return codes
