@@ -132,9 +132,9 @@ class Log:
         columns |= {name: values[rows] for name, values in optional.items() if values is not None}
         return replace(self, **columns)
 
-    def before(self, until_ts: int) -> Log:
-        """The impressions shown before this time, Unix seconds."""
-        return self.take(slice(0, int(np.searchsorted(self.impression_ts, until_ts))))
+    def before(self, until_ts: int | None) -> Log:
+        """The impressions shown before this time, Unix seconds; None: all."""
+        return self if until_ts is None else self.take(slice(0, int(np.searchsorted(self.impression_ts, until_ts))))
 
     def since(self, from_ts: int) -> Log:
         """The impressions shown at this time, Unix seconds, or later."""
