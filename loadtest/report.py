@@ -69,7 +69,7 @@ def capacity_report(search: Mapping[str, Any], out: Path) -> Path:
         "# Capacity",
         f"**{_number(search['capacity_rps'])} requests/s with {objective}.**"
         if search["capacity_rps"]
-        else f"**At no rate did {objective} hold three times.**",
+        else f"**At no rate did {objective} hold {search['plan']['confirmations']} times.**",
         LATE if search["limited_by_generator"] else "",
         _where(search),
         "![Latency against rate](rate.png)",

@@ -26,7 +26,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from weights.git_lfs import pointer_problem
-from weights.tables import Place, TableError, is_text, json_error, json_problem
+from weights.tables import CODES, Place, TableError, is_text, json_error, json_problem
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
 """The format of a file by the end of its name, before that of a compression."""
@@ -42,8 +42,6 @@ CHECKED_BYTES = 1024
 """How much of a file is read to know its format, and whether it is empty."""
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
 LINES_AT_ONCE = 4096
-CODES = "codes"
-"""A column of lists of content codes. CSV cannot hold lists: where all are null, it stays null."""
 OURS = b"phoenix_ranker."
 """How the keys of the metadata begin that say something about a table; others say who wrote it."""
 SHORT_FLOATS = (pa.float16(), pa.float32())

@@ -19,6 +19,8 @@ ID_TYPES: dict[IdKind, pa.DataType] = {"uint64": pa.uint64(), "text": pa.string(
 
 
 ID_COLUMNS = ("user_id", "post_id", "author_id", "post_ids", "author_ids")
+CODES = "codes"
+"""A column of lists of content codes. CSV cannot hold lists: where all are null, it stays null."""
 Check = Callable[[NDArray[Any]], Problem | None]
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("impression_ts", "created_at"), problem_of_times),
@@ -127,32 +129,32 @@ def flags_of(table: pa.Table, name: str, where: Where) -> tuple[NDArray[np.bool_
     return taken, unknown
 
 
-def rows_of_lists(table: pa.Table, name: str, where: Where, levels: int = 0) -> NDArray[np.int64]:
-    """A column of lists of content codes as rows, int64 `[n, q]`: q is that of the longest list, at least `levels`, and shorter lists get
+def rows_of_lists(table: pa.Table, where: Where, levels: int = 0) -> NDArray[np.int64]:
+    """The column of lists of content codes as rows, int64 `[n, q]`: q is that of the longest list, at least `levels`, and shorter lists get
     zeros. A null is an empty list. Raises TableError."""
-    column = table.column(name).combine_chunks()
+    column = table.column(CODES).combine_chunks()
     is_list = (
         pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)
     )
     if not is_list and not pa.types.is_null(column.type):
         raise TableError(
-            f"{_at(where)}: column {name} holds {column.type}, not lists of integers, which Parquet and JSON lines can hold and CSV cannot"
+            f"{_at(where)}: column {CODES} holds {column.type}, not lists of integers, which Parquet and JSON lines can hold and CSV cannot"
         )
     try:
         lists = column.cast(pa.list_(pa.int64()))
     except pa.ArrowException as error:
-        row = _first_misfit(table.column(name), pa.list_(pa.int64()))
-        raise TableError(f"{_at(where, row)}: column {name} does not fit lists of integers: {error}") from error
+        row = _first_misfit(table.column(CODES), pa.list_(pa.int64()))
+        raise TableError(f"{_at(where, row)}: column {CODES} does not fit lists of integers: {error}") from error
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     values = lists.flatten()
     if values.null_count:
         first = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
         row = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
-        raise TableError(f"{_at(where, row)}: column {name} has nulls in its lists; write 0 for none")
+        raise TableError(f"{_at(where, row)}: column {CODES} has nulls in its lists; write 0 for none")
     longest = int(lengths.max(initial=0))
     if longest > MAX_CODE_LEVELS:
         raise TableError(
-            f"{_at(where, int(lengths.argmax()))}: column {name} holds a list of {longest} codes, at most {MAX_CODE_LEVELS} are read"
+            f"{_at(where, int(lengths.argmax()))}: column {CODES} holds a list of {longest} codes, at most {MAX_CODE_LEVELS} are read"
         )
     rows = np.zeros((len(lengths), max(longest, levels)), np.int64)
     rows[np.arange(rows.shape[1]) < lengths[:, None]] = values.to_numpy(zero_copy_only=False)

@@ -61,20 +61,18 @@ async def open_loop(
     client: Client,
     payloads: Sequence[bytes],
     due: NDArray[np.float64],
-    on_done: Callable[[int], None] = lambda row: None,
-    samples: Samples | None = None,
-    is_right: Callable[[int, bytes], bool] = lambda row, body: True,
+    samples: Samples,
+    is_right: Callable[[int, bytes], bool],
 ) -> Samples:
     """Send payload i at `due[i]` seconds, even if earlier ones are unanswered, and wait until all are answered or timed out.
 
-    Errors become samples, not exceptions. A reply with 200 whose body `is_right(row, body)` refuses counts as none, for which the client
-    must keep bodies. Calls `on_done(row)` for every reply. Fills in `samples` if given, so that the caller
-    can read them during the run. Raises ValueError unless there are as many payloads as due times, and at least one.
+    Errors become samples, not exceptions. A reply with 200 whose body `is_right(row, body)` refuses counts as none. Fills in `samples`,
+    which the caller can read during the run. Raises ValueError unless there are as many payloads as due times, and at least one.
     """
     if len(payloads) != len(due) or not len(due):
         raise ValueError("as many payloads as due times are needed, and at least one")
     loop = asyncio.get_running_loop()
-    samples, left, finished = Samples.empty(len(due)) if samples is None else samples, len(due), loop.create_future()
+    left, finished = len(due), loop.create_future()
     samples["due"] = due
     start = loop.time() + 0.01
 
@@ -83,7 +81,6 @@ async def open_loop(
         if reply.status == 200 and not is_right(row, reply.body):
             reply.status, reply.failure = 0, "wrong_reply"
         samples.note(row, reply, start)
-        on_done(row)
         left -= 1
         if not left and not finished.done():
             finished.set_result(None)

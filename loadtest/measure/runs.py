@@ -93,7 +93,7 @@ class LoadRun:
             return runner.run(self._run(settings, seed))
 
     async def _run(self, settings: RunSettings, seed: int) -> Run:
-        async with Client(self.target.host, self.target.port, keep_bodies=True) as client:
+        async with Client(self.target.host, self.target.port) as client:
             if settings.warmup_seconds > 0:
                 await self._phase(client, settings, settings.warmup_seconds, seed + 1_000_003, "warm-up")
             samples, load = await self._phase(client, settings, settings.seconds, seed, "measure")
@@ -119,7 +119,7 @@ class LoadRun:
         def is_right(row: int, body: bytes) -> bool:
             return requests[row].is_answered(body)
 
-        _, load = await measured(open_loop(client, payloads, due, samples=samples, is_right=is_right))
+        _, load = await measured(open_loop(client, payloads, due, samples, is_right))
         ticker.cancel()
         for row, request in enumerate(requests):
             samples.describe(row, request)

@@ -26,6 +26,7 @@ Trial = Callable[[float], TrialVerdict]
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
     """Raise the rate from `start_rps` by factors of `growth` until it breaks, then halve the gap until it is below `precision`.
+    If the first rate breaks, lower it by the same factors until one holds; if one of 1 request/s or less breaks, none is found.
 
     The result must hold `confirmations` times in all; if it fails, it is lowered by `precision` and tried again.
     `curve`: shares of the capacity to measure afterwards, for the plot of latency against rate.
@@ -72,7 +73,7 @@ def search(trial: Trial, settings: SearchSettings) -> SearchOutcome:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)
     held = 1
-    while low > 1 and tries_left() and held < settings.confirmations:
+    while low and tries_left() and held < settings.confirmations:
         if holds(low):
             held += 1
         else:

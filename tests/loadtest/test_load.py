@@ -22,6 +22,7 @@ import pytest
 from loadtest.__main__ import main
 from loadtest.generate.generator import schedule
 from loadtest.machine import ROOT
+from loadtest.measure.search import SearchSettings, search
 from loadtest.server import Server, free_port, serving, wait_until
 
 
@@ -183,6 +184,11 @@ def test_a_search_in_which_no_rate_holds_has_its_report(tmp_path: Path) -> None:
     assert 'failures {"status 503": ' in done.stderr
     assert "nan" not in done.stderr
     assert "At no rate did" in (tmp_path / "report.md").read_text()
+
+
+def test_a_capacity_below_one_request_a_second_is_found() -> None:
+    outcome = search(lambda rate: "holds" if rate <= 0.9 else "breaks", SearchSettings())
+    assert 0.9 / 1.05 <= outcome.capacity_rps <= 0.9
 
 
 def test_a_poisson_schedule_of_a_low_rate_is_never_empty() -> None:

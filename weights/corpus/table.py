@@ -37,7 +37,7 @@ class PostsTable(Posts):
         self.posts = self._source.count_rows()
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
         if CODES in names:
-            levels = (rows_of_lists(table, CODES, place).shape[1] for table, place in self._tables(CODES))
+            levels = (rows_of_lists(table, place).shape[1] for table, place in self._tables(CODES))
             self.code_levels = max(levels, default=0)
         if self.code_levels:  # not all lists are empty
             self.columns.append(CODES)
@@ -55,7 +55,7 @@ class PostsTable(Posts):
                 pairs = zip(*(texts_of(table, column, place).to_pylist() for column in IDS), strict=True)
                 yield torch.from_numpy(packed(list(pairs), self.text_width).copy())
             elif name == CODES:
-                yield torch.from_numpy(in_bounds(rows_of_lists(table, CODES, place, self.code_levels)))
+                yield torch.from_numpy(in_bounds(rows_of_lists(table, place, self.code_levels)))
             elif name in IDS:
                 yield torch.from_numpy(ids_of(table, name, self.ids, place).view(np.int64).copy())
             else:

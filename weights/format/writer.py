@@ -85,14 +85,9 @@ def write_checkpoint(
 def replace_manifest(path: str | Path, manifest: Manifest) -> None:
     """Replace the manifest of the checkpoint at `path` in one step; the weights stay. Raises CheckpointError."""
     path = Path(path)
-    partial = path / f".{MANIFEST_NAME}.{secrets.token_hex(4)}.partial"
     with refused_writing(f"Checkpoint {path}"):
-        try:
-            write_file(partial, manifest.to_json())
-            partial.replace(path / MANIFEST_NAME)
-            sync(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_all(path, {MANIFEST_NAME: lambda new: new.write_bytes(manifest.to_json())})
+        sync(path)
 
 
 @contextmanager

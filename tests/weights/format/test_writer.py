@@ -174,6 +174,19 @@ def test_leavings_of_a_dead_process_go_and_of_a_living_one_stay(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == ["c", "c2"]
 
 
+def test_what_a_killed_change_of_the_manifest_left_goes(tmp_path: Path) -> None:
+    write(tmp_path / "c")
+    before, manifest = set(os.listdir(tmp_path / "c")), load_checkpoint(tmp_path / "c").manifest
+    child = os.fork()
+    if not child:
+        os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+        writer.replace_manifest(tmp_path / "c", manifest)
+    os.waitpid(child, 0)
+    assert before < set(os.listdir(tmp_path / "c"))
+    writer.replace_manifest(tmp_path / "c", manifest)
+    assert set(os.listdir(tmp_path / "c")) == before
+
+
 def test_a_directory_of_a_process_killed_before_it_had_a_lock_goes(tmp_path: Path) -> None:
     (tmp_path / ".c.0123abcd.fresh").mkdir()
     write(tmp_path / "c")

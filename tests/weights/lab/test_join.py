@@ -324,8 +324,14 @@ BAD: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     r"events\.parquet, row 2: event_ts must be Unix seconds.*this looks like milliseconds": lambda served: [
         event(1, 0, "favorite"), event(1, 0, "reply", T0 * 1000),
     ],
-    r"events\.parquet, row 1: post_id 'post:a' is not an unsigned 64-bit integer \(--ids text": lambda served: [
+    r"events\.parquet, row 1: post_id 'post:a' must be an unsigned 64-bit integer.*\(--ids text": lambda served: [
         event(1, 0, "favorite", post_id="post:a")
+    ],
+    r"events\.parquet, row 2: post_id '007' must be an unsigned 64-bit integer": lambda served: [
+        event(1, 0, "favorite", post_id="101"), event(1, 0, "favorite", post_id="007"),
+    ],
+    r"events\.parquet, row 1: post_id '1{60}' must be an unsigned 64-bit integer": lambda served: [
+        event(1, 0, "favorite", post_id="1" * 5000)
     ],
     r"events\.parquet lacks the column action": lambda served: [{"request_id": "feed-1", "post_id": 1, "event_ts": T0}],
     r"events\.parquet, row 2: column event_ts has 1 nulls": lambda served: [

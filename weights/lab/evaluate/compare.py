@@ -65,7 +65,6 @@ class Comparison:
     ndcg: tuple[float, float]
     actions: dict[str, ActionChange]
     changed: list[ChangedRequest]
-    scores: tuple[Floats, Floats]
 
 
 def compare(
@@ -128,7 +127,6 @@ def compare(
             _changed(first, int(requests[place]), alike[place].kendall, lists[place], has_ids=has_ids)
             for place in changed
         ],
-        scores=scores,
     )
 
 
@@ -195,7 +193,7 @@ def write_comparison(
     values: dict[str, Any] = {
         "checkpoints": [{"name": manifest.name, "version": manifest.version} for manifest in pair]
     }
-    values |= {name: plain(value) for name, value in asdict(comparison).items() if name != "scores"}
+    values |= {name: plain(value) for name, value in asdict(comparison).items()}
     write_report(out, _page(pair, comparison, explorer), values)
     return values
 

@@ -21,6 +21,7 @@ from weights.lab.world.settings import SURFACES
 from weights.lab.world.simulate import World, circumstances
 from weights.values import DAY_SECONDS
 
+POPULARITY = "author popularity, test period included"
 BEST, FIRST = 100, 20
 DEPTHS = (100, 200, 500)
 HOME = SURFACES.index("home")
@@ -54,7 +55,7 @@ def evaluate_retrieval(
     candidates = Candidates(
         ids, authors, np.zeros(len(ids), np.int64), age_bucket(settings.end_ts, created, ranker.config)
     )
-    recalls: dict[str, list[list[float]]] = {name: [] for name in ("towers", "popularity", "recency", "random")}
+    recalls: dict[str, list[list[float]]] = {name: [] for name in ("towers", POPULARITY, "recency", "random")}
     shares_of_first: list[list[float]] = []
     for user in held_out.tolist():
         context = history_of(log, int(world.users.ids[user]), ranker.config.history_length)
@@ -65,7 +66,7 @@ def evaluate_retrieval(
         vector = towers.encode_users([context])[0].numpy()
         sources = {
             "towers": vectors @ vector,
-            "popularity": np.array([liked.get(author, 0) for author in authors], np.float64),
+            POPULARITY: np.array([liked.get(author, 0) for author in authors], np.float64),
             "recency": created.astype(np.float64),
             "random": chance.random(len(ids)),
         }

@@ -179,7 +179,6 @@ class JoinSettings:
     model: str = ""
     actions: tuple[str, ...] = ()
     memory: str = "2GB"
-    threads: int = 1
     since_ts: int | None = None
     read_before: Mapping[str, int] | None = None
     label: str = ""
@@ -204,8 +203,8 @@ def join(
     its own window is not over is left out, and so is a post of 0, which is none. Rankings that were served after `latest_ts()` are left
     out.
 
-    Raises TableError, in one sentence that names the file and the row, and for an `until_ts` after `latest_ts()`; NothingJoins where
-    nothing joins; FileExistsError if something is at `out`.
+    Raises TableError, in one sentence that names the file and the row, for an `until_ts` after `latest_ts()`, and if something is at `out`;
+    NothingJoins where nothing joins; FileExistsError if another process writes `out` meanwhile.
     """
     if out.exists() or out.is_symlink():
         raise TableError(f"{out} is there already: choose another place")
@@ -267,7 +266,7 @@ def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
     """A database on disk that spills what does not fit. Raises TableError for an amount of memory that is none."""
     database = duckdb.connect(work / "join.duckdb")
     database.execute(f"SET temp_directory = '{str(work / 'spilled').replace(chr(39), chr(39) * 2)}'")
-    database.execute(f"SET threads = {int(settings.threads)}")
+    database.execute("SET threads = 1")
     database.execute("SET preserve_insertion_order = false")
     database.execute("SET enable_progress_bar = false")
     try:

@@ -26,8 +26,8 @@ from weights.progress import Update
 from weights.served import OPEN_SUFFIX, PARTS, DamagedPart, open_part, with_later_columns
 from weights.table_files import Table, open_table, tables_of
 from weights.tables import Place, TableError, column_of
-from weights.text_ids import IdKind, is_text_id, text_ids
-from weights.values import Problem, problem_of_times
+from weights.text_ids import TEXT_RULE, IdKind, text_ids
+from weights.values import ID_RULE, Problem, id_problem, problem_of_times
 
 EVENT_COLUMNS = {
     "request_id": pa.string(),
@@ -136,8 +136,8 @@ def read_parts(
     database.execute(TABLES)
     counts.done_parts = {}
     paths = sorted(directory.glob(PARTS))
-    others = (path for path in directory.rglob("*") if path.is_file() and path not in set(paths))
-    for path in sorted(others):
+    others = set(directory.rglob("*")).difference(paths)
+    for path in sorted(filter(Path.is_file, others)):
         if path.name.endswith(OPEN_SUFFIX):
             counts.open_parts += 1
         else:
@@ -319,12 +319,9 @@ def _post_ids(table: pa.Table, where: str, ids: IdKind, place: Place) -> NDArray
     coded = column.combine_chunks().fill_null("").dictionary_encode()
     texts, places = coded.dictionary.to_pylist(), coded.indices.to_numpy()
     for number, text in enumerate(texts):
-        is_decimal = text.isascii() and text.isdecimal() and int(text) < 2**64
-        if not (is_text_id(text) if ids == "text" else is_decimal):
-            rule = (
-                "a text of 1 to 128 bytes" if ids == "text" else "an unsigned 64-bit integer (--ids text reads texts)"
-            )
-            raise TableError(f"{place(int((places == number).argmax()))}: post_id {text[:60]!r} is not {rule}")
+        if id_problem(text, ids):
+            rule = TEXT_RULE if ids == "text" else f"{ID_RULE} (--ids text reads texts)"
+            raise TableError(f"{place(int((places == number).argmax()))}: post_id {text[:60]!r} {rule}")
     numbers = text_ids(texts) if ids == "text" else np.array([*map(int, texts)], np.uint64)
     return np.asarray(numbers[places])
 

@@ -18,7 +18,7 @@ from weights.lab.joining.reading import ReadPart, number_of
 from weights.lab.training.contexts import ACTION_PREFIX, LISTS
 from weights.lab.training.log import HASHES, IDS_KEY
 from weights.progress import Update
-from weights.table_files import CODES
+from weights.tables import CODES
 from weights.text_ids import IdKind, text_ids
 from weights.turns import CONTEXTS, IMPRESSIONS
 

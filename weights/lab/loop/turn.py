@@ -297,9 +297,7 @@ class _Turn:
     def _begin(self) -> None:
         """Make the turn's directory. What an interrupted turn left there counts only if it had the same task."""
         join_task = {
-            name: value
-            for name, value in asdict(self.join_settings).items()
-            if name not in ("memory", "threads", "read_before")
+            name: value for name, value in asdict(self.join_settings).items() if name not in ("memory", "read_before")
         }
         task = json.dumps(
             {

@@ -20,8 +20,8 @@ from model.bounds import LARGEST
 from model.config import ModelConfig
 from model.inputs import Context, codes_fitting
 from weights.lab.training.columns import Columns, Growing, InMemory
-from weights.table_files import CODES, Table, has_directory, open_table, tables_of
-from weights.tables import Check, Place, TableError, column_of, rows_of_lists
+from weights.table_files import Table, has_directory, open_table, tables_of
+from weights.tables import CODES, Check, Place, TableError, column_of, rows_of_lists
 from weights.turns import CONTEXTS
 from weights.values import Problem, problem_of_actions, problem_of_codes, problem_of_dwells, problem_of_surfaces
 
@@ -133,10 +133,12 @@ def append_contexts(source: Table, action_names: tuple[str, ...], growing: Growi
         levels = max((_codes(table, source.files[0]).shape[1] for table, _ in pieces), default=0)
     for table, place in tables_of(source, PIECE_CONTEXTS):
         columns = _checked(table, place, action_names)
-        events = len(columns["post_ids"])
-        codes = _codes(table, source.files[0], levels) if levels else np.zeros((events, 0), np.int64)
-        if len(codes) != events:
-            raise TableError(f"{place(0)} or below: {CODES} is not as long as {next(iter(LISTS))}")
+        codes = np.zeros((len(columns["post_ids"]), 0), np.int64)
+        if levels:
+            lengths = pc.fill_null(pc.list_value_length(table.column(CODES)), 0).to_numpy()
+            if (differ := lengths != columns["lengths"]).any():
+                raise TableError(f"{place(int(differ.argmax()))}: {CODES} is not as long as {next(iter(LISTS))}")
+            codes = _codes(table, source.files[0], levels)
         growing.append(columns | {CODES: codes})
 
 
@@ -145,7 +147,7 @@ def _codes(table: pa.Table, where: str, levels: int = 0) -> NDArray[np.int64]:
     column = table.column(CODES).combine_chunks()
     if not pa.types.is_list(column.type):
         raise TableError(f"{where}: {CODES} must be a list of lists of integers")
-    codes = rows_of_lists(pa.table({CODES: column.flatten()}), CODES, where, levels)
+    codes = rows_of_lists(pa.table({CODES: column.flatten()}), where, levels)
     if problem := problem_of_codes(codes):
         raise TableError(f"{where}: {CODES} {problem[1]}")
     return codes

@@ -22,9 +22,10 @@ from model.inputs import NO_CODES
 from weights.lab.training.contexts import ACTION_PREFIX, ServedContexts, open_contexts, read_contexts
 from weights.lab.training.texts import Texts
 from weights.progress import Update
-from weights.table_files import CODES, Table, has_directory, open_table, place_of
+from weights.table_files import Table, has_directory, open_table, place_of
 from weights.tables import (
     CHECKS,
+    CODES,
     ID_TYPES,
     Check,
     Place,
@@ -131,9 +132,9 @@ class Log:
         columns |= {name: values[rows] for name, values in optional.items() if values is not None}
         return replace(self, **columns)
 
-    def before(self, until_ts: int) -> Log:
-        """The impressions shown before this time, Unix seconds."""
-        return self.take(slice(0, int(np.searchsorted(self.impression_ts, until_ts))))
+    def before(self, until_ts: int | None) -> Log:
+        """The impressions shown before this time, Unix seconds; None: all."""
+        return self if until_ts is None else self.take(slice(0, int(np.searchsorted(self.impression_ts, until_ts))))
 
     def since(self, from_ts: int) -> Log:
         """The impressions shown at this time, Unix seconds, or later."""
@@ -334,7 +335,7 @@ def checked_columns(
     columns["actions"], columns["unknown"] = (np.stack([pair[side] for pair in flags], 1) for side in (0, 1))
     columns[CODES] = NO_CODES
     if CODES in table.column_names:
-        columns[CODES] = rows_of_lists(table, CODES, place, code_levels)
+        columns[CODES] = rows_of_lists(table, place, code_levels)
     check_values(columns, place, log_checks(surfaces))
     return columns, Texts.of_columns(coded.values(), where) if coded else None
 

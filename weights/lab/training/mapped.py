@@ -23,8 +23,8 @@ from weights.lab.training.contexts import ServedContexts, append_contexts, serve
 from weights.lab.training.log import NO_IMPRESSIONS, Log, action_names, check_requests, checked_columns
 from weights.lab.training.texts import Texts
 from weights.progress import Update
-from weights.table_files import CODES, Table, check_unchanged, files_of, place_of, tables_of
-from weights.tables import TableError, rows_of_lists
+from weights.table_files import Table, check_unchanged, files_of, place_of, tables_of
+from weights.tables import CODES, TableError, rows_of_lists
 from weights.text_ids import IdKind
 
 FORMAT = 2
@@ -160,7 +160,7 @@ def _code_levels(source: Table) -> int:
     if CODES not in source.schema.names:
         return 0
     pieces = tables_of(source, PIECE_ROWS, [CODES])
-    return max((rows_of_lists(table, CODES, place).shape[1] for table, place in pieces), default=0)
+    return max((rows_of_lists(table, place).shape[1] for table, place in pieces), default=0)
 
 
 def _packed(columns: dict[str, Any]) -> dict[str, NDArray[Any]]:

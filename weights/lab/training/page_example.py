@@ -91,7 +91,8 @@ def _request(examples: Examples, user: str | None) -> int:
 
 
 def _names(examples: Examples, request: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """`names.json`: users with what they like most, authors, posts; those of the example, then the most frequent."""
+    """`names.json`: users with what they like most, authors, posts; those of the example, then the most frequent. The id 0, nobody, has no
+    name."""
     log, events = examples.log, examples.events
     met = request["history"] + request["candidates"]
     first = {
@@ -99,17 +100,20 @@ def _names(examples: Examples, request: Mapping[str, Any], names: Mapping[str, A
         "authors": [post["author_id"] for post in met],
         "posts": [post["post_id"] for post in met],
     }
-    listed = {
-        kind: list(dict.fromkeys([*first[kind], *_frequent(log, f"{kind[:-1]}_id", most)]))[:most]
-        for kind, most in MOST_NAMED.items()
-    }
+    (nobody,) = log.written(np.zeros(1, np.uint64))
+    listed = {}
+    for kind, most in MOST_NAMED.items():
+        ids = dict.fromkeys([*first[kind], *_frequent(log, f"{kind[:-1]}_id", most)])
+        ids.pop(nobody, None)
+        listed[kind] = list(ids)[:most]
 
     def name(kind: str, id: str) -> str:
         named = names.get(kind, {}).get(id)
         return str(named.get("name", "") if isinstance(named, dict) else named or "") or f"{kind[:-1]} {id}"
 
     authors = {id: {"name": name("authors", id)} for id in listed["authors"]}
-    topics = [author["name"] for author in authors.values()] if len(np.unique(log.author_id)) <= MOST_TOPICS else []
+    has_topics = len(np.unique(log.author_id[log.author_id != 0])) <= MOST_TOPICS
+    topics = [author["name"] for author in authors.values()] if has_topics else []
     for author in authors.values():
         author |= {"topic": author["name"]} if topics else {}
     likes = _liked_authors(events, set(listed["users"]))
@@ -132,7 +136,7 @@ def _frequent(log: Log, column: str, most: int) -> list[str]:
 
 def _liked_authors(events: Log, users: set[str]) -> dict[str, list[str]]:
     """The authors whom each of these users engaged with most."""
-    rows = np.arange(len(events))
+    rows = np.flatnonzero(events.author_id)
     engagements: dict[str, dict[str, int]] = {}
     for user, author in zip(events.ids("user_id", rows), events.ids("author_id", rows), strict=True):
         if user in users:

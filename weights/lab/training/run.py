@@ -94,14 +94,14 @@ def validation_requests(examples: Examples, until_ts: int | None, share: float =
 
 def validation_begins(log: Log, until_ts: int | None, settings: TrainSettings) -> int:
     """The time of the first request that `train` validates on, Unix seconds."""
-    past = log if until_ts is None else log.before(until_ts)
+    past = log.before(until_ts)
     _, validation = split(past.counted_requests, settings.validation_requests, settings.validation_share)
     return int(past.impression_ts[past.request_starts[validation[0]]])
 
 
 def taught_actions(log: Log, until_ts: int | None, settings: TrainSettings, start: Ranker | None = None) -> list[str]:
     """The actions that `train` teaches by these arguments, or that `start` was taught before: a head of zeros was taught by nothing."""
-    past = log if until_ts is None else log.before(until_ts)
+    past = log.before(until_ts)
     trained, _ = split(past.counted_requests, settings.validation_requests, settings.validation_share)
     taught = past.take(slice(0, int(np.append(past.request_starts, len(past))[len(trained)]))).taught_actions
     if start is not None:

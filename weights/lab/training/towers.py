@@ -66,7 +66,7 @@ LIKED_PASSES, STEPS = 5.5, (150, 2000)
 
 def tower_settings(log: Log, plan: Plan) -> TowerSettings:
     """Decide how the towers learn from what `plan` saw in the log: hidden ids as the ranker's, whose share corrects, how many steps."""
-    training = log if plan.until_ts is None else log.before(plan.until_ts)
+    training = log.before(plan.until_ts)
     worth = training.actions @ weight_vector(plan.score_weights, log.action_names)
     liked = len(np.unique(training.request_id[worth > 0]))
     hidden = plan.settings.hidden_post_share
@@ -132,9 +132,8 @@ def train_towers(
 
     `report` is called with steps done, total steps and the loss. Raises TableError if no post was liked.
     """
-    seen = log if until_ts is None else log.before(until_ts)
     scored = default_score_weights(log.action_names) if weights is None else weights
-    pairs = Pairs(Examples(seen, config), scored, settings.negatives_by)
+    pairs = Pairs(Examples(log.before(until_ts), config), scored, settings.negatives_by)
     if not len(pairs.requests):
         raise TableError(
             "the training period holds no post with an action of positive weight: there is nothing to learn"

@@ -73,6 +73,20 @@ def test_a_log_of_many_authors_has_no_topics(world: World, manifest: Manifest, t
     assert "topic" not in next(iter(named["authors"].values()))
 
 
+def test_nobody_and_an_unknown_author_have_no_names(world: World, manifest: Manifest, tmp_path: Path) -> None:
+    """The page calls them so. Half of the rows are of an unknown author: also some of the example."""
+    user, author = world.log.user_id.copy(), world.log.author_id.copy()
+    user[user == np.unique(user)[0]] = 0
+    author[::2] = 0
+    write_example(tmp_path / "out", manifest, replace(world.log, user_id=user, author_id=author), {})
+    example, named = (json.loads((tmp_path / "out" / name).read_text()) for name in ("example.json", "names.json"))
+    assert "0" in {post["author_id"] for post in example["history"] + example["candidates"]}
+    assert "0" not in named["users"].keys() | named["authors"].keys()
+    said = named["topics"] + [liked for user in named["users"].values() for liked in user["likes"]]
+    assert len(named["topics"]) == len(np.unique(world.log.author_id))
+    assert "author 0" not in said
+
+
 def test_a_user_can_be_asked_for(world: World, manifest: Manifest, tmp_path: Path) -> None:
     user = str(world.log.user_id[0])
     assert written(world, manifest, tmp_path / "out", user=user)[0]["user_id"] == user

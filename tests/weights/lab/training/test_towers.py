@@ -108,4 +108,4 @@ def test_towers_and_posts_are_written_beside_the_demo(world: World, tmp_path: Pa
     printed = call("eval-retrieval", tmp_path / "demo-towers", "--ranker", tmp_path / "demo", *chosen)
     assert printed.exit_code == 0, printed.output
     assert json.loads(printed.output.splitlines()[-1]) == found
-    assert f"{found['recall of popularity'][1]:.3f}" in printed.output
+    assert f"{found['recall of author popularity, test period included'][1]:.3f}" in printed.output
