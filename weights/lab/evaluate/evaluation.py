@@ -380,7 +380,7 @@ def on_own_validation(
     ranker: Ranker, log: Log, settings: TrainSettings, until_ts: int | None, score_weights: Mapping[str, float]
 ) -> OwnValidation:
     """Compare a ranker with the simple baselines on the validation requests of its own run, which `train` was given by these arguments."""
-    examples = Examples(log if until_ts is None else log.before(until_ts), ranker.config)
+    examples = Examples(log.before(until_ts), ranker.config)
     trained, validation = split(examples.log.counted_requests, settings.validation_requests, settings.validation_share)
     first = len(trained)
     rows = rows_of(examples, validation)

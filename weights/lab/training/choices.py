@@ -164,7 +164,7 @@ def plan(
         raise ValueError(f"there is no setting {sorted(unknown)[0]!r}")
     _check_learnable(log, "the log")
     until, split = _split(log, until_ts, hold_out, start_until_ts)
-    past = log if until is None else log.before(until)
+    past = log.before(until)
     _check_learnable(past, "the training period")
     new = new_shares(past)
     weights, scored = propose_score_weights(past)
