@@ -215,6 +215,19 @@ def test_rankings_served_in_the_future_are_left_out(served: Path) -> None:
     assert counts.newest_ranking_ts == ahead_ts - 3500
 
 
+def test_a_client_clock_that_is_ahead_dates_no_ranking(served: Path) -> None:
+    """What a caller says of the time counts where it is past, or ahead by no more than clocks differ."""
+    said = {20: T0 + 400 * DAY, 21: T0 + 301, 22: T0 + 300, 23: T0 - DAY, 24: 0}
+    write_part(served, "ahead", [ranking(number, impression_ts=said_ts) for number, said_ts in said.items()])
+    log, counts = joined(served, [event(1, 0, "favorite")])
+    at = {int(post) // 100: int(shown_ts) for post, shown_ts in zip(log.post_id, log.impression_ts, strict=True)}
+    assert [at[number] for number in said] == [T0, T0, T0 + 300, T0 - DAY, T0]
+    assert counts.rankings_dated_ahead == 2
+    assert (
+        "2 rankings have an impression_ts of more than five minutes after they were served: their time is when they were served"
+    ) in counts.lines()
+
+
 def test_until_in_the_future_is_refused(served: Path) -> None:
     events = write_events(served.with_name("events.parquet"), [event(1, 0, "favorite")])
     told = call("join", served, "--events", events, "--out", served.with_name("log"), "--until", int(time.time()) + DAY)

@@ -202,7 +202,8 @@ def join(
 
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
     its own window is not over is left out, and so is a post of 0, which is none. Rankings that were served after `latest_ts()` are left
-    out.
+    out. The time of a ranking is its `impression_ts`; where it has none, or one of more than five minutes after it was served, it is when
+    it was served.
 
     Raises TableError, in one sentence that names the file and the row, and for an `until_ts` after `latest_ts()`; NothingJoins where
     nothing joins; FileExistsError if something is at `out`.
@@ -402,6 +403,8 @@ def _count(database: duckdb.DuckDBPyConnection, window_seconds: int, counts: Joi
     counts.ambiguous_rankings = states.get("ambiguous", 0)
     counts.rankings_without_history = states.get("without history", 0)
     counts.joined_rankings = number_of(database, "SELECT count(DISTINCT ranking) FROM shown")
+    dated_ahead = "SELECT count(*) FROM rankings WHERE is_ahead AND ranking IN (SELECT ranking FROM shown)"
+    counts.rankings_dated_ahead = number_of(database, dated_ahead)
     seen_late = "SELECT count(DISTINCT ranking) FROM seen ANTI JOIN shown USING (ranking)"
     counts.rankings_seen_late = number_of(database, seen_late)
     counts.rankings_never_shown = states.get("joined", 0) - counts.joined_rankings - counts.rankings_seen_late
