@@ -93,6 +93,20 @@ def continuous_weights(name: str, outputs: Sequence[ContinuousOutput]) -> tuple[
     return tuple(by_unit.get(output.name, 0.0) + by_fraction.get(output.name, 0.0) / output.scale for output in outputs)
 
 
+def left_out_terms(option: str, outputs: Sequence[ContinuousOutput]) -> list[str]:
+    """What `score_weights_of` leaves out of a set for a checkpoint with these continuous outputs, as a sentence; of other options nothing.
+    A manifest has weights of actions alone."""
+    by_unit, by_fraction = CONTINUOUS_WEIGHTS.get(option, {}), FRACTION_WEIGHTS.get(option, {})
+    terms = [f"{by_unit[one.name]:g} · {one.name} ({one.unit})" for one in outputs if one.name in by_unit]
+    terms += [f"{by_fraction[one.name]:g} · {one.name} (0 to 1)" for one in outputs if one.name in by_fraction]
+    if not terms:
+        return []
+    return [
+        f"The checkpoint's score leaves out {' + '.join(terms)} of {option}, because a manifest has weights of actions alone; "
+        f"a request that names {option} has it."
+    ]
+
+
 def default_score_weights(action_names: Sequence[str], name: str = "default") -> dict[str, float]:
     """The weights of set `name` for those of the actions that it contains. Raises KeyError for an unknown set."""
     weights = SCORE_WEIGHT_SETS[name]

@@ -8,15 +8,18 @@ import pytest
 
 from weights.actions import (
     CONTINUOUS_WEIGHTS,
+    DWELL_TIME,
     FRACTION_WEIGHTS,
     SCORE_WEIGHT_SETS,
     STANDARD_ACTIONS,
     default_score_weights,
+    left_out_terms,
     released_action_names,
     score_weights_of,
     score_weights_text,
 )
 from weights.errors import CheckpointError
+from weights.format.manifest import ContinuousOutput
 
 
 def test_a_set_gives_weights_to_the_actions_that_it_knows() -> None:
@@ -31,6 +34,13 @@ def test_a_set_gives_weights_to_the_actions_that_it_knows() -> None:
     assert set(CONTINUOUS_WEIGHTS) | set(FRACTION_WEIGHTS) <= set(SCORE_WEIGHT_SETS)
     with pytest.raises(KeyError):
         default_score_weights(["reply"], "of nobody")
+
+
+def test_the_terms_of_continuous_outputs_are_told_of_a_set() -> None:
+    outputs = [ContinuousOutput("click_dwell_time", 60.0, "s"), DWELL_TIME, ContinuousOutput("other", 1.0, "")]
+    (line,) = left_out_terms("x-2026-10", outputs)
+    assert "leaves out 0.004 · dwell_time (s) + 0.4 · click_dwell_time (0 to 1) of x-2026-10," in line
+    assert left_out_terms("x-2026-10", outputs[2:]) == left_out_terms("default", outputs) == []
 
 
 def test_a_release_of_another_size_has_no_known_names() -> None:

@@ -15,7 +15,13 @@ import msgspec
 import typer
 
 from model.config import ContextAttention, RetrievalConfig
-from weights.actions import default_score_weights, released_action_names, score_weights_of, score_weights_text
+from weights.actions import (
+    default_score_weights,
+    left_out_terms,
+    released_action_names,
+    score_weights_of,
+    score_weights_text,
+)
 from weights.commands import corpus, served
 from weights.commands.console import (
     AsJson,
@@ -108,6 +114,8 @@ def import_(
         say(
             f"Score: {score_weights_text(manifest.score_weights)} (change it with --score-weights, or later with `relabel`)"
         )
+        for line in left_out_terms(score_weights, manifest.continuous):
+            say(line)
     warn_of_zero_scores(manifest)
 
 
@@ -200,6 +208,8 @@ def relabel(
             manifest = msgspec.structs.replace(before, **changes).versioned()
         replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+    for line in left_out_terms(score_weights, manifest.continuous):
+        say(line)
 
 
 @app.command("random")

@@ -43,6 +43,21 @@ def test_weights_on_the_command_line(tmp_path: Path) -> None:
     assert (refused.exit_code, "did you mean quote?" in refused.stderr) == (1, True)
 
 
+def test_terms_that_a_manifest_cannot_hold_are_named(tmp_path: Path) -> None:
+    """A set that X published also weighs continuous outputs, where a checkpoint has them."""
+    out = tmp_path / "out"
+    assert call("random", "--out", out).exit_code == 0
+    for name in ("x-2026-09", "x-2026-10"):
+        said = call("relabel", out, "--score-weights", name)
+        assert said.exit_code == 0, said.output
+        assert f"The checkpoint's score leaves out 0.004 · dwell_time (s) of {name}, because" in said.stdout
+    for of_actions in ("default", "favorite=1"):
+        assert "leaves out" not in call("relabel", out, "--score-weights", of_actions).stdout
+    released = goldens.GOLDEN / "phoenix-mini" / "ranker"
+    imported = call("import", released, "--out", tmp_path / "may", "--score-weights", "x-2026-09")
+    assert "The checkpoint's score leaves out 0.004 · dwell_time (s) of x-2026-09" in imported.stdout
+
+
 def test_score_weights_that_are_all_zero_are_never_silent(tmp_path: Path) -> None:
     assert call("random", "--out", tmp_path / "out").exit_code == 0
     assert call("inspect", tmp_path / "out").stderr == ""

@@ -28,6 +28,8 @@ from model.synthetic import random_ranker  # noqa: E402
 from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.joining_rows import ACTIONS, DAY, T0, event, ranking, write_events, write_part  # noqa: E402
 from tests.weights.lab.training.small_run import small_config  # noqa: E402
+from weights.actions import DWELL_TIME  # noqa: E402
+from weights.checkpoint import save_checkpoint  # noqa: E402
 from weights.lab.joining.counts import JoinCounts, NothingJoins  # noqa: E402
 from weights.lab.joining.join import JoinSettings, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
@@ -213,6 +215,19 @@ def test_rankings_served_in_the_future_are_left_out(served: Path) -> None:
     assert (counts.future_rankings, counts.events_of_left_out_rankings) == (1, 2), "clocks differ by minutes"
     assert "  left out: 1, served in the future by the clock of this machine" in counts.lines()
     assert counts.newest_ranking_ts == ahead_ts - 3500
+
+
+def test_a_client_clock_that_is_ahead_dates_no_ranking(served: Path) -> None:
+    """What a caller says of the time counts where it is past, or ahead by no more than clocks differ."""
+    said = {20: T0 + 400 * DAY, 21: T0 + 301, 22: T0 + 300, 23: T0 - DAY, 24: 0}
+    write_part(served, "ahead", [ranking(number, impression_ts=said_ts) for number, said_ts in said.items()])
+    log, counts = joined(served, [event(1, 0, "favorite")])
+    at = {int(post) // 100: int(shown_ts) for post, shown_ts in zip(log.post_id, log.impression_ts, strict=True)}
+    assert [at[number] for number in said] == [T0, T0, T0 + 300, T0 - DAY, T0]
+    assert counts.rankings_dated_ahead == 2
+    assert (
+        "2 rankings have an impression_ts of more than five minutes after they were served: their time is when they were served"
+    ) in counts.lines()
 
 
 def test_until_in_the_future_is_refused(served: Path) -> None:
@@ -612,6 +627,36 @@ def test_unknown_authors_and_no_posts_join_as_served(tmp_path: Path) -> None:
     mapped = read_log(tmp_path / "log", cache=tmp_path / "cache")
     assert np.array_equal(mapped.author_id, log.author_id)
     assert "  1 impressions of an unknown author (author 0)" in facts(log, 10)
+
+
+def test_off_policy_leaves_out_rankings_with_a_post_of_0(tmp_path: Path) -> None:
+    """Their places have a hole, so the probabilities of other orders are not known. They are left out, not the whole log refused."""
+    halves = np.array([0.5, 0.5, 0.5, 1.0])
+    rows = [ranking(number, propensities=halves, temperature=1.0) for number in range(3)]
+    rows[1].candidates.post_ids[3] = 0
+    write_part(tmp_path / "served", "a", rows)
+    log, _ = joined(tmp_path / "served", [event(0, 0, "favorite"), event(1, 1, "favorite")])
+    assert log.propensity is not None
+    of_padded = log.post_id // 100 == 1
+    assert (log.propensity[~of_padded].tolist(), log.propensity[of_padded].tolist()) == ([*halves, *halves], [0.0] * 3)
+    save_checkpoint(
+        tmp_path / "ranker", random_ranker(replace(small_config(), actions=len(ACTIONS), product_surfaces=16), 1), name="random",
+        action_names=ACTIONS, continuous=(DWELL_TIME,), score_weights={"favorite": 1.0},
+    )  # fmt: skip
+    options = (
+        "--checkpoint",
+        tmp_path / "ranker",
+        "--log",
+        tmp_path / "log",
+        "--temperature",
+        "1",
+        "--since",
+        "2026-01-01",
+    )
+    told = call("off-policy", *options)
+    assert told.exit_code == 0, told.output
+    assert "left out: 1 rankings without propensities" in told.stdout
+    assert "over 2 rankings" in told.stdout
 
 
 def test_a_night_holds_what_was_served_after_the_one_before(served: Path) -> None:

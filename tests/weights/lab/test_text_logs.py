@@ -169,6 +169,21 @@ def test_a_comparison_shows_and_links_texts(logs: Path, checkpoint: Path, tmp_pa
     assert "no log has both" in run("compare", checkpoint, tmp_path / "integers", *args)[1]
 
 
+def test_a_comparison_links_no_texts_of_nobody(logs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """No text names nobody, so the page could not open such a request."""
+    table = pq.read_table(logs / "texts.parquet")
+    some = set(table["request_id"].unique().to_pylist()[::2])
+    rows = [row | ({"user_id": None} if row["request_id"] in some else {}) for row in table.to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), tmp_path / "log.parquet")
+    other = tmp_path / "other"
+    assert run("random", "--ids", "text", "--seed", 1, "--out", other)[0] == 0
+    code, said = run("compare", checkpoint, other, "--log", tmp_path / "log.parquet", "--out", tmp_path / "out")
+    assert code == 0, said
+    changed = json.loads((tmp_path / "out/figures.json").read_text())["changed"]
+    assert {one["request_id"] in some: bool(one["body"]) for one in changed} == {True: False, False: True}
+    assert all(one["body"]["user_id"].startswith("user_id:") for one in changed if one["body"])
+
+
 INTEGERS = {
     "log": ("log", "LOG"),
     "train": ("train", "--log", "LOG", "--out", "OUT"),

@@ -31,6 +31,7 @@ from weights.lab.commands.options import (
     LogFile,
     Until,
     WorldSet,
+    assigned_values,
     log_for,
     naming,
     read_with_bar,
@@ -48,7 +49,8 @@ TowerSet = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="NAME=VALUE of a setting; can be given more than once. The settings are printed before training.",
+        help="NAME=VALUE of a setting, or product_surfaces=N as for `train`; can be given more than once. The settings are printed before "
+        "training.",
     ),
 ]
 
@@ -77,16 +79,19 @@ def train_towers(
         from weights.checkpoint import save_checkpoint
         from weights.format.writer import check_target, refused_writing
         from weights.lab.training.choices import plan as plan_of
-        from weights.lab.training.settings import demo_config
+        from weights.lab.training.settings import demo_config, replaced
         from weights.lab.training.towers import TowerSettings, tower_settings, towers_config
         from weights.lab.training.towers import train_towers as run
 
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
+        of_places = [one for one in set_ or () if one.partition("=")[0] == "product_surfaces"]
+        set_ = [one for one in set_ or () if one not in of_places]
+        architecture = assigned_values(of_places)
         with_settings(TowerSettings(seed=seed), set_)
         hold_out = until != "all"
-        impressions = read_with_bar(log, ids, demo_config(1).product_surfaces, cache)
-        plan = plan_of(impressions, seed, time_of(until) if until and hold_out else None, hold_out)
+        impressions = read_with_bar(log, ids, replaced(demo_config(1), architecture).product_surfaces, cache)
+        plan = plan_of(impressions, seed, time_of(until) if until and hold_out else None, hold_out, architecture)
         if score_weights:
             weights = score_weights_of(score_weights, impressions.action_names)
             plan = plan.scored_by(weights, "--score-weights")

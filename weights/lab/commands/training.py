@@ -14,7 +14,7 @@ import typer
 
 from model.config import ModelConfig
 from model.presets import Preset, with_preset
-from weights.actions import SCORE_WEIGHT_SETS, continuous_outputs, dwell_output, score_weights_of
+from weights.actions import SCORE_WEIGHT_SETS, continuous_outputs, dwell_output, left_out_terms, score_weights_of
 from weights.commands.console import (
     Ids,
     Out,
@@ -201,6 +201,8 @@ def train(
             source = f"{'--score-weights' if score_weights else 'those of --start'}{left_out}"
             plan = plan.scored_by(chosen_weights, source)
         _say_plan(plan, impressions, architecture)
+        for line in left_out_terms(score_weights, outputs):
+            say(line)
         weights = _checked_score_weights(plan.score_weights, taught or impressions.action_names)
         if begun and begun.manifest.calibration:
             say(

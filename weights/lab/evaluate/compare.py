@@ -42,7 +42,7 @@ class ActionChange:
 @dataclass(frozen=True, slots=True)
 class ChangedRequest:
     """A request whose ranking changed: Kendall's τ of both orders, the best post in each, and the request as a `/rank` body,
-    which is empty where the log has only hashes of the ids."""
+    which is empty where the log has only hashes of the ids, and for nobody where ids are texts: the page opens none of these."""
 
     request_id: int
     kendall: float
@@ -160,6 +160,7 @@ def _changed(
     examples: Examples, index: int, tau: float, scores: tuple[Floats, Floats], *, has_ids: bool
 ) -> ChangedRequest:
     log, rows = examples.log, examples.rows(index)
+    has_ids = has_ids and not (log.texts and not log.user_id[rows[0]])  # no text names nobody
     best = log.ids("post_id", rows[[int(np.argmax(values)) for values in scores]])
     return ChangedRequest(
         int(log.request_id[rows[0]]), tau, (best[0], best[1]), request_body(examples, index) if has_ids else {}

@@ -31,7 +31,10 @@ from weights.tables import TableError
 Floats = NDArray[np.float64]
 RESAMPLES, SEED = 300, 1
 WHOLE = 0.999  # propensity of the last place of a whole ranking, but for rounding
-NO_PROPENSITIES = "the log has no propensities: it was served without exploration, so it cannot say what another order would have earned"
+NO_PROPENSITIES = (
+    "the log has no propensities: it was served without exploration, or each ranking held a post of 0, so it cannot say what another order "
+    "would have earned"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +97,7 @@ def rankings_of(
 @dataclass(frozen=True, slots=True)
 class Estimates:
     """The reward of the first `places` of a ranking: as logged, and as the other ranker would have earned by three estimators, each with
-    its 95 % interval by resampling users; of fewer than ten users, none. `left_out`: rankings that were served without exploration;
+    its 95 % interval by resampling users; of fewer than ten users, none. `left_out`: rankings without propensities;
     `partly_explored`: those of which the propensity of some post, but not of all, is 0, which is unknown; `unknown`: others that are left
     out, since the reward of one of their posts is not known. `effective_rankings`: (Σρ)² ÷ Σρ², how many rankings the weights leave."""
 
@@ -113,7 +116,13 @@ class Estimates:
         """The estimates for people."""
         place = "place" if self.places == 1 else f"{self.places} places"
         return [
-            *([f"left out: {self.left_out:,} rankings, served without exploration"] if self.left_out else []),
+            *(
+                [
+                    f"left out: {self.left_out:,} rankings without propensities, served without exploration or with a post of 0"
+                ]
+                if self.left_out
+                else []
+            ),
             *(
                 [f"left out: {self.partly_explored:,} rankings with a post whose propensity is unknown"]
                 if self.partly_explored
@@ -131,10 +140,10 @@ class Estimates:
 def off_policy(rankings: Rankings, temperature: float, places: int = 1) -> Estimates:
     """Estimate the reward of another ranker that explores with this temperature, in units of its scores.
 
-    Rankings that were served without exploration are left out. So are those with a post whose propensity is 0, which is unknown, or whose
-    reward is unknown, whatever its place: if only the first places counted, the order would decide which rankings stay, and the weights
-    would not be theirs. Raises TableError where no ranking stays, and for rankings of which the log lacks posts or places: those whose
-    `position` is not 1 … n, or whose last post was not sure of its place.
+    Rankings without propensities are left out: they were served without exploration, or held a post of 0. So are those with a post
+    whose propensity is 0, which is unknown, or whose reward is unknown, whatever its place: if only the first places counted, the order
+    would decide which rankings stay, and the weights would not be theirs. Raises TableError where no ranking stays, and for rankings of
+    which the log lacks posts or places: those whose `position` is not 1 … n, or whose last post was not sure of its place.
     """
     explored = np.isin(rankings.request, rankings.request[rankings.propensity > 0])
     if not explored.any():

@@ -20,7 +20,8 @@ class JoinCounts:
     `done_rankings`: those whose window is over, of the UTC days from `done_from_ts` on, which the next night reads again; `done_parts`: the
     rankings of each part of these days that was read, also of other models, by its name below the log's directory; None where an earlier
     version has joined. `late_rankings`: those of `earlier_rankings` in parts that the night before had not read, without repeated
-    ones. Times are Unix seconds.
+    ones. `rankings_dated_ahead`: joined ones with an `impression_ts` of more than five minutes after they were served. Times are Unix
+    seconds.
     """
 
     parts: int = 0
@@ -53,6 +54,7 @@ class JoinCounts:
     candidates_seen_late: int = 0
     rankings_seen_late: int = 0
     candidates_without_post: int = 0
+    rankings_dated_ahead: int = 0
     late_rankings: int = 0
     done_from_ts: int = 0
     done_rankings: int = 0
@@ -114,6 +116,11 @@ class JoinCounts:
             )
         if self.candidates_without_post:
             lines.append(f"{self.candidates_without_post:,} posts were 0, which is no post: left out")
+        if self.rankings_dated_ahead:
+            lines.append(
+                f"{self.rankings_dated_ahead:,} rankings have an impression_ts of more than five minutes after they were served: "
+                "their time is when they were served"
+            )
         if len(self.models) > 1:
             lines.append("models: " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.models.items())))
         if self.open_parts:

@@ -70,6 +70,11 @@ FROM (
 OLDEST = "SELECT coalesce(min(served_ts), 0) FROM rankings WHERE served_ts <= getvariable('latest_ts')"
 NEWEST = "SELECT coalesce(max(served_ts), 0) FROM rankings WHERE served_ts <= getvariable('latest_ts')"
 WITHOUT_POST = "SELECT count(*) FROM candidates JOIN states USING (ranking) WHERE post_id = 0 AND state = 'joined'"
+FORGET_PROPENSITIES = """
+UPDATE candidates SET propensity = 0
+WHERE ranking IN (SELECT ranking FROM candidates WHERE post_id = 0)
+"""
+"""0 is unknown: without a post that was ranked, the others' probabilities are not those of their order."""
 BY_NAME = """
 CREATE TABLE by_name AS
 SELECT request_id, any_value(ranking) AS ranking, any_value(served_ts) AS served_ts, max(state) AS state
@@ -200,8 +205,9 @@ def join(
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
 
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. One that was shown so late that
-    its own window is not over is left out, and so is a post of 0, which is none. Rankings that were served after `latest_ts()` are left
-    out.
+    its own window is not over is left out, and so is a post of 0, which is none; the propensities of its ranking are then 0, which
+    is unknown. Rankings that were served after `latest_ts()` are left out. The time of a ranking is its `impression_ts`; where it has none,
+    or one of more than five minutes after it was served, it is when it was served.
 
     Raises TableError, in one sentence that names the file and the row, for an `until_ts` after `latest_ts()`, and if something is at `out`;
     NothingJoins where nothing joins; FileExistsError if another process writes `out` meanwhile.
@@ -312,6 +318,7 @@ def _join(
         database.execute(statement, values)
         if statement is STATES:
             counts.candidates_without_post = number_of(database, WITHOUT_POST)
+            database.execute(FORGET_PROPENSITIES)
             database.execute("DELETE FROM candidates WHERE post_id = 0")
         if statement is SEEN:
             _make_shown(database, settings.window_seconds, counts)
@@ -401,6 +408,8 @@ def _count(database: duckdb.DuckDBPyConnection, window_seconds: int, counts: Joi
     counts.ambiguous_rankings = states.get("ambiguous", 0)
     counts.rankings_without_history = states.get("without history", 0)
     counts.joined_rankings = number_of(database, "SELECT count(DISTINCT ranking) FROM shown")
+    dated_ahead = "SELECT count(*) FROM rankings WHERE is_ahead AND ranking IN (SELECT ranking FROM shown)"
+    counts.rankings_dated_ahead = number_of(database, dated_ahead)
     seen_late = "SELECT count(DISTINCT ranking) FROM seen ANTI JOIN shown USING (ranking)"
     counts.rankings_seen_late = number_of(database, seen_late)
     counts.rankings_never_shown = states.get("joined", 0) - counts.joined_rankings - counts.rankings_seen_late

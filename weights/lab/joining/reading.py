@@ -49,7 +49,7 @@ COLUMNS = (
 TABLES = """
 CREATE TABLE rankings (
     ranking BIGINT, part BIGINT, request_id VARCHAR, served_us BIGINT, served_ts BIGINT, log_ts BIGINT, user_id UBIGINT,
-    context_id VARCHAR, has_history BOOLEAN, model_digest VARCHAR
+    context_id VARCHAR, has_history BOOLEAN, model_digest VARCHAR, is_ahead BOOLEAN
 );
 CREATE TABLE candidates (
     ranking BIGINT, place BIGINT, post_id UBIGINT, author_id UBIGINT, product_surface BIGINT, created_at BIGINT, position BIGINT,
@@ -62,10 +62,11 @@ CREATE TABLE events (
 READ_RANKINGS = """
 INSERT INTO rankings
 SELECT $first + row_number, $part, request_id, served_us, served_us // 1000000,
-    CASE WHEN impression_ts > 0 THEN impression_ts ELSE served_us // 1000000 END,
-    user_id, context_id, history IS NOT NULL, model_digest
-FROM piece
+    CASE WHEN impression_ts > 0 AND NOT is_ahead THEN impression_ts ELSE served_us // 1000000 END,
+    user_id, context_id, history IS NOT NULL, model_digest, is_ahead
+FROM (SELECT *, impression_ts > served_us // 1000000 + $skew AS is_ahead FROM piece)
 """
+"""`is_ahead`: the clock of the caller was, by more than clocks differ."""
 READ_CANDIDATES = """
 INSERT INTO candidates
 SELECT ranking, place, post_id, author_id, product_surface, CASE WHEN age_bucket = 0 THEN 0 ELSE created_at END, position,
@@ -229,7 +230,8 @@ def _insert(
             rows = with_later_columns(batch, part.schema_arrow)
             piece = pa.table(rows).append_column("row_number", pa.array(range(len(batch)), pa.int64()))
             database.register("piece", piece)
-            database.execute(READ_RANKINGS, {"part": number, "first": first + done})
+            of_part = {"part": number, "first": first + done, "skew": CLOCK_SKEW_SECONDS}
+            database.execute(READ_RANKINGS, of_part)
             database.execute(read_candidates, {"first": first + done})
             done += len(batch)
         database.commit()

@@ -66,6 +66,24 @@ def test_a_log_becomes_a_corpus_that_is_recommended_from(log: Path, towers: Path
         assert len(reply.json()["candidates"]) == 5
 
 
+def test_towers_learn_from_a_log_with_more_places(world: World, tmp_path: Path) -> None:
+    surfaces = world.log.product_surface.copy()
+    surfaces[-1] = 19
+    write_log(tmp_path / "log.parquet", replace(world.log, product_surface=surfaces))
+    options = ("train-towers", "--log", tmp_path / "log.parquet", "--out", tmp_path / "towers", "--until", "all", *FEW)
+    for words, problem in (
+        ((), "product_surface must be an integer between 0 and 15"),
+        (("--set", "product_surfaces=19"), "product_surface must be an integer between 0 and 18"),
+        (("--set", "product_surfaces=many"), "Setting product_surfaces must be of type int, got 'many'."),
+    ):
+        refused = call(*options, *words)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1), refused.output
+        assert problem in refused.stderr
+    trained = call(*options, "--set", "product_surfaces=20")
+    assert trained.exit_code == 0, trained.output
+    assert load_encoder(tmp_path / "towers").manifest.config.product_surfaces == 20
+
+
 @pytest.mark.slow
 def test_recall_is_printed_beside_simpler_sources(log: Path, towers: Path, tmp_path: Path) -> None:
     judged = call("eval-retrieval", towers, "--log", log, "--out", tmp_path / "recall.json", "--queries", "200")

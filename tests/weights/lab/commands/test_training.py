@@ -312,6 +312,13 @@ def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
 
 
 @pytest.mark.slow
+def test_train_names_the_terms_that_its_score_leaves_out(log: Path, tmp_path: Path) -> None:
+    few = settings(["epochs=0.02", "validation_requests=4", "width=16"])
+    made = call("train", "--log", log, "--out", tmp_path / "out", *few, "--score-weights", "x-2026-09")
+    assert made.exit_code == 0, made.output
+    assert "The checkpoint's score leaves out 0.004 · dwell_time (s) of x-2026-09, because" in made.stdout
+
+
 def test_some_fields_of_the_architecture_are_enough_and_set_wins(log: Path, tmp_path: Path) -> None:
     fields = {"width": 32, "post_hashes": {"vocab_size": 99}, "user_hashes": {"vocab_size": 99}, "history_length": 40}
     (tmp_path / "config.json").write_text(json.dumps({"architecture": fields}))

@@ -112,7 +112,9 @@ def test_rankings_without_exploration_are_left_out() -> None:
     alone = off_policy(rankings.take(is_explored), TEMPERATURE)
     assert (estimates.left_out, alone.left_out) == (len(np.unique(rankings.request[~is_explored])), 0)
     assert replace(estimates, left_out=0) == alone
-    assert estimates.lines()[0] == f"left out: {estimates.left_out:,} rankings, served without exploration"
+    assert estimates.lines()[0] == (
+        f"left out: {estimates.left_out:,} rankings without propensities, served without exploration or with a post of 0"
+    )
 
 
 @pytest.mark.parametrize("place", [1, POSTS])
