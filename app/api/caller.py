@@ -178,11 +178,14 @@ class CallerInfo:
         if history > config.history_length:
             self.state.ranker.metrics.history_truncated.inc()
 
-    def note_served(self, checked: CheckedRequest, ranked: Ranked, placement: Placement) -> None:
-        """Note the probabilities that the reply holds, for the metrics, and have the log of what was served take the ranking."""
+    def note_served(
+        self, checked: CheckedRequest, ranked: Ranked, placement: Placement, served_us: int | None = None
+    ) -> None:
+        """Note the probabilities that the reply holds, for the metrics, and have the log of what was served take the ranking. `served_us`:
+        when it was ranked, Unix microseconds; None: now."""
         self.exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
         if self.state.served_log is not None and len(checked.candidates):
-            self.state.served_log.record(checked, ranked, placement, self.route, self.key)
+            self.state.served_log.record(checked, ranked, placement, self.route, self.key, served_us)
 
 
 def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo]]:

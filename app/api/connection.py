@@ -122,6 +122,7 @@ class Connection(HttpToolsProtocol):
     is_spared = False  # whether the sweep has found this request late, and bytes of it that the loop had not read
     is_ending = False  # what still comes is dropped
     callbacks = 0  # of the parser in this turn
+    began_at = 0.0  # when the first bytes of a head came that is read again, in seconds of `time.perf_counter`
     header_bytes = 0  # of the headers, or the trailers, that are being read
     is_in_body = False  # a request's headers have come, and its end has not
     body_left = 0  # bytes of a body with a length that have not come
@@ -212,6 +213,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.get_method() == b"CONNECT":
             self.send_400_response(INVALID)
             return
+        self.began_at = self.scope[BEGAN_AT]  # type: ignore[literal-required]
         head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         head += [b"%b: %b" % field for field in self.headers if field[0] not in HOP_BY_HOP]
         options = b",".join([value for name, value in self.headers if name == b"connection"]).lower().split(b",")
@@ -226,7 +228,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = self.extensions
-        self.scope[BEGAN_AT] = time.perf_counter()  # type: ignore[literal-required]
+        self.scope[BEGAN_AT] = self.began_at or time.perf_counter()  # type: ignore[literal-required]
+        self.began_at = 0.0
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0
         self.due_at, self.is_spared = self.loop.time() + HEAD_SECONDS, False
 

@@ -60,7 +60,7 @@ async def rank_batch(caller: Caller) -> Response:
     model = ranked[-1].model if ranked else state.ranker.model()
     with exchange.measured("serialize"):
         for result in ranked:  # only now: a body that is no JSON is refused as a whole
-            caller.note_served(result.checked, result.ranked, result.placement)
+            caller.note_served(result.checked, result.ranked, result.placement, result.served_us)
     cache = "hit" if ranked and all(result.ranked.cache == "hit" for result in ranked) else "miss"
     handle = ranked[0].ranked.handle if len(ranked) == 1 else ""
     bodies = [result.body if isinstance(result, Result) else _failed(result) for result in results]
@@ -169,13 +169,14 @@ def note_timings(exchange: Exchange, parse_seconds: float, ranked: Ranked, asked
 
 
 class Result(NamedTuple):
-    """One request of a batch with its scores."""
+    """One request of a batch with its scores. `served_us`: when it was ranked, Unix microseconds."""
 
     body: bytes
     model: ServedModel
     checked: CheckedRequest
     ranked: Ranked
     placement: Placement
+    served_us: int
 
 
 class Row(NamedTuple):
@@ -226,7 +227,7 @@ class BatchCall:
             body, placement = _reply(self._caller.exchange, checked, ranked, row.parse_seconds, asked_at)
         except (ServiceError, MemoryError) as error:
             return service_error_of(error)
-        return Result(body, row.job.model, checked, ranked, placement)
+        return Result(body, row.job.model, checked, ranked, placement, time.time_ns() // 1000)
 
     async def _begin(self, index: int, item: bytes, places: ExitStack) -> Row:
         """Read, admit and check a request."""

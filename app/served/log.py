@@ -71,15 +71,23 @@ class ServedLog:
         return xxhash.xxh64_intdigest(drawn) < self._threshold
 
     def record(
-        self, checked: CheckedRequest, ranked: Ranked, placement: Placement, route: str, key: str | None
+        self,
+        checked: CheckedRequest,
+        ranked: Ranked,
+        placement: Placement,
+        route: str,
+        key: str | None,
+        served_us: int | None = None,
     ) -> None:
-        """Have a ranking of this route and API key written, if its user is among those who are logged. Never raises."""
+        """Have a ranking of this route and API key written, if its user is among those who are logged. `served_us`: when it was ranked,
+        Unix microseconds; None: now. Never raises."""
         try:
             context = ranked.context if isinstance(checked.context, str) else checked.context
             if context is None:
                 raise ValueError("the ranker has not told what a handle named")
             if self.wants(context.user_id, checked.options.name):
-                self._fresh.append((time.time_ns() // 1000, checked, context, ranked, placement, route, key))
+                served_us = time.time_ns() // 1000 if served_us is None else served_us
+                self._fresh.append((served_us, checked, context, ranked, placement, route, key))
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(BATCH_SECONDS, self._hand_over)
                 if len(self._fresh) >= AT_ONCE:

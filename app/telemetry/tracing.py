@@ -30,8 +30,9 @@ class RequestTracer:
     """Turns a finished exchange into a span with one child per stage of its log line.
 
     A child reaches from when its stage first began to when it last ended, as far as the HTTP side knows: it takes a forward pass to end
-    when its scores arrive. The children overlap where a stage was passed several times: those of a batch, and in /recommend the `queue` of
-    search and ranking. The log line has the time in each stage.
+    when its scores arrive. The children overlap where a stage was passed several times: those of a batch, in /recommend the `queue` of
+    search and ranking, `parse` around a wait for the `corpus`, and in /explain `queue` around `parse`. The log line has the time in each
+    stage.
     """
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import shutil
 import socket
 import struct
@@ -69,6 +70,17 @@ def test_a_body_behind_an_upgrade_to_http2_is_read(live: Live, pieces: int, chun
         assert read_reply(client)[0] == 200
         client.sendall(head() + BODY)  # the connection goes on, without an upgrade
         assert read_reply(client)[0] == 200
+
+
+def test_a_slow_head_with_an_upgrade_counts_from_its_first_byte(live: Live) -> None:
+    line, rest = head(headers=UPGRADE).split(b"\r\n", 1)
+    with live.connect() as client:
+        client.sendall(line + b"\r\n")
+        time.sleep(0.2)
+        client.sendall(rest + BODY)
+        status, headers, _ = read_reply(client)
+    timed = re.search(r"read;dur=([\d.]+)", headers["server-timing"])
+    assert (status, timed is not None and float(timed[1]) > 150) == (200, True), headers
 
 
 def test_a_request_behind_an_upgrade_is_answered_too(live: Live) -> None:

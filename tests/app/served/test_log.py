@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from starlette.testclient import TestClient
 
 from app.served.parts import Part, remove_old
 from app.service.local import LocalService
-from app.settings import Logs, Served
+from app.settings import Batching, Logs, Served
 from app.telemetry.logs import configure
 from loadtest.generate.tensors import inference_of, masked
 from model.engine import Item
@@ -169,6 +170,16 @@ def test_requests_of_a_batch_have_names_of_their_own(tmp_path: Path) -> None:
         replies = post(client, "/rank/batch", items, **{"x-request-id": "call"})
     assert [reply["request_id"] for reply in replies] == ["call/0", "call/1", "a", "a/3", "call/4", "a/5"]
     assert by_name(tmp_path / "log").keys() == {reply["request_id"] for reply in replies}
+
+
+def test_rows_of_a_batch_have_the_times_of_their_rankings(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.engine.before = lambda items: time.sleep(0.1)
+    settings = {"batching": Batching(max_candidates=3)}
+    with logging(tmp_path / "log", recorder, **settings) as (client, _):
+        post(client, "/rank/batch", [good(user_id=user) for user in range(1, 4)])
+    times = sorted(row.served_us for row in rankings_of(tmp_path / "log"))
+    assert min(late - early for early, late in pairwise(times)) > 50_000
 
 
 def test_no_name_of_a_batch_is_taken_twice(tmp_path: Path) -> None:

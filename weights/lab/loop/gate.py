@@ -87,8 +87,9 @@ class Usual:
 
 
 def check_night(night: Night, usual: Usual, bounds: GateSettings) -> list[Check]:
-    """The checks that need no new model. Of too few rankings, the others would say nothing, so they are left out."""
-    if night.rankings < bounds.min_rankings:
+    """The checks that need no new model. Of too few rankings, or where nothing was shown, the others would say nothing, so they are left
+    out."""
+    if night.rankings < bounds.min_rankings or not night.impressions:
         return [_enough(night, bounds)]
     return [_clock(night, bounds), _histories(night, bounds), _events(night, usual, bounds), _enough(night, bounds)]
 

@@ -64,6 +64,7 @@ def test_a_night_beyond_a_bound_fails_by_name(name: str, changes: dict[str, Any]
 
 def test_of_too_few_rankings_nothing_else_is_said() -> None:
     assert failed(replace(GOOD, rankings=199, activity=0.0, early_events=1000)) == ["enough"]
+    assert failed(replace(GOOD, impressions=0, activity=0.0), Usual([1.0] * 7)) == ["enough"], "nothing was shown"
 
 
 def test_activity_is_compared_with_the_last_seven_nights() -> None:
