@@ -52,14 +52,14 @@ class Nights:
         day: int,
         *,
         is_empty: bool = False,
-        is_planned: bool = False,
+        is_for_one_time: bool = False,
         change: Callable[[ServedRanking], ServedRanking] = lambda row: row,
     ) -> None:
-        """Write what was served on a day as a part. `is_empty`: every history was left out by mistake; `is_planned`: all rankings are for
-        the end of the day; `change`: of each ranking, such as that of another model."""
+        """Write what was served on a day as a part. `is_empty`: every history was left out by mistake; `is_for_one_time`: all
+        rankings are for the beginning of the day; `change`: of each ranking, such as that of another model."""
         rows = [change(self._ranking(index, is_empty)) for index in self._requests(day)]
-        if is_planned:
-            rows = [structs.replace(row, impression_ts=self.start_ts(day + 1)) for row in rows]
+        if is_for_one_time:
+            rows = [structs.replace(row, impression_ts=self.start_ts(day)) for row in rows]
         folder = root / "served" / f"date={date_of(self.start_ts(day))}"
         folder.mkdir(parents=True)
         write_rows(folder / "part.parquet", rows)

@@ -544,7 +544,7 @@ def test_events_that_ended_are_named(loop: Loop) -> None:
 
 def test_a_night_that_training_refuses_is_joined_anew(loop: Loop) -> None:
     """All of its posts are for one time, so no history comes before another."""
-    loop.night(0, {"is_planned": True})
+    loop.night(0, {"is_for_one_time": True})
     code, said = loop.refresh()
     assert (code, said.splitlines()[-1].count("holds only one time")) == (1, 1), said
     loop.night(1)

@@ -201,10 +201,8 @@ def test_impressions_of_nobody_are_in_no_history(world: World, tmp_path: Path) -
     assert f"{(log.user_id == 0).sum():,} impressions of nobody" in call("log", tmp_path / "log.parquet").stdout
     evaluation = evaluate(small_trainer(examples).ranker, log, int(examples.times[-300]), {"favorite": 1.0})
     tested = examples.times >= examples.times[-300]
-    assert (
-        evaluation.users
-        == len(np.unique(examples.users[tested & (examples.users > 0)])) + (tested & (examples.users == 0)).sum()
-    )
+    assert evaluation.users == len(np.unique(examples.users[tested & (examples.users > 0)]))
+    assert evaluation.requests_of_nobody == (tested & (examples.users == 0)).sum()
 
 
 def test_nobody_is_never_a_user_of_the_same_number(world: World) -> None:
