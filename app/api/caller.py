@@ -46,9 +46,7 @@ TENSORS = frozenset({JSON, BINARY, b""})  # clients of the Open Inference Protoc
 GZIP = 16 + zlib.MAX_WBITS
 MOST_MEMBERS = 64  # of a gzip body
 MOST_TYPE_BYTES = 256  # of Content-Type, and of Content-Encoding: no caller needs more, and each parameter costs time
-BEGAN_AT = (
-    "ranker.began_at"  # what our server adds to the scope: when the first bytes came, in seconds of `time.perf_counter`
-)
+BEGAN_AT = "ranker.began_at"  # in the scope by our server: when the first bytes came, in seconds of `time.perf_counter`
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
 LONG_BODY_BYTES = 65_536
 """While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""

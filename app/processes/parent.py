@@ -160,7 +160,7 @@ class Child:
 
     def runs(self) -> bool:
         """Whether it was started and has not ended."""
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.ended() is None
 
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""

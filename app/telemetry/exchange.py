@@ -12,9 +12,9 @@ import msgspec
 class Exchange(msgspec.Struct):
     """It is logged, so it holds nothing of a user's history, and names of requests only after a check.
 
-    Times are on the clock of `time.perf_counter`, durations in seconds. `started`, when its first bytes were read (of one
-    behind another on its connection, when that one was done), `came`, when the last did,
-    and `turn_at`, when its turn came: they were read, and the corpus had the change that it asked for. `stages`: how long each took, in
+    Times are on the clock of `time.perf_counter`, durations in seconds. `started`: when its first bytes came; of a request behind another
+    on its connection, when that one was done. `came`: when its last bytes came. `turn_at`: when its turn came, since it was read and the
+    corpus had the change that it asked for. `stages`: how long each took, in
     the order in which they first ended; `spans`: when each first began and last ended. `status` 499 means that the client disconnected;
     `code` is a problem's. A request that was not named by its caller's header takes the name in its body, if there is one. `scored`: of
     its replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together;
